@@ -49,7 +49,13 @@ def load_model(
     Args: see `LanternPipeline.from_pretrained`.
     """
     backend = get_backend(options.device, options.graphs)
-    opened = open_checked(name, given, pictures, size, check)
+    opened = open_model(find_parts(name, given, () if pictures else ("vq", "pixels")))
+    grid_by_size(opened.config.target, size, name)
+    if check is not None:
+        check(opened)
+    if pictures and opened.pixels is not None:
+        check_diffusers()
+        check_diffusion_folder(opened.pixels)
     with backend.errors():
         fit = backend.fit(opened.config.target, options)
         check_room(name, opened.config, fit, options)
@@ -77,20 +83,3 @@ def write_folder(source: str, output: Path, dtype: str, given: Given = Given()) 
             subject = Subject(model.name, model.config, model.fingerprint)
             write_card(folder, folder_card, subject, output.name)
     return model
-
-
-def open_checked(
-    name: str,
-    given: Given,
-    pictures: bool,
-    size: tuple[int, int] | None,
-    check: Check | None,
-) -> Opened:
-    opened = open_model(find_parts(name, given, () if pictures else ("vq", "pixels")))
-    grid_by_size(opened.config.target, size, name)
-    if check is not None:
-        check(opened)
-    if pictures and opened.pixels is not None:
-        check_diffusers()
-        check_diffusion_folder(opened.pixels)
-    return opened

@@ -27,7 +27,7 @@ from lantern_hpu.backends import DeviceOptions
 from lantern_hpu.backends.base import Fit, dtype_name
 from lantern_hpu.decode.batch import Batch
 from lantern_hpu.decode.engine import Engine, EngineCache
-from lantern_hpu.decode.pixels import decode_pixels, hidden_states, preview
+from lantern_hpu.decode.pixels import codes_of, decode_codes, hidden_states, preview
 from lantern_hpu.decode.spec import Spec, batch_size_for
 from lantern_hpu.errors import (
     ELSEWHERE,
@@ -43,7 +43,6 @@ from lantern_hpu.methods.relaxation import Relaxation
 from lantern_hpu.methods.request import (
     MAX_IMAGES,
     Request,
-    Sampling,
     per_prompt,
     prompts_of,
     seeds_of,
@@ -320,7 +319,10 @@ class LanternPipeline:
         negatives = per_prompt("negative_prompt", negative_prompt, len(prompts))
         count = len(prompts) * num_images_per_prompt
         require(count <= MAX_IMAGES, "images of one call", count, f"at most {MAX_IMAGES}")
-        sampling = self.sampling(guidance_scale, temperature, top_k, top_p)
+        given: dict[str, Any] = {"cfg_scale": guidance_scale, "temperature": temperature}
+        given |= {"top_k": top_k, "top_p": top_p}
+        given = {name: value for name, value in given.items() if value is not None}
+        sampling = replace(self.model.sampling, **given)
         asked = Setting.of(method, relax, tree, window)
         setting = self.resolve(asked, batch_size_for(count, batch_size))
         size, seeds = size_of(height, width), iter(seeds_of(seed, generator, count))
@@ -331,45 +333,14 @@ class LanternPipeline:
         ]
         for text, note in self.notes(requests):
             warnings.warn(f"{text!r}: {note}", stacklevel=3)
-        with self.lock:
-            self._interrupt = False
-            return self.draw_with_bar(
-                requests, setting, batch_size, output_type, callback_on_step_end
-            )
-
-    def sampling(
-        self,
-        cfg_scale: float | None,
-        temperature: float | None,
-        top_k: int | None,
-        top_p: float | None,
-    ) -> Sampling:
-        """The model's own, but for what is given."""
-        given: dict[str, Any] = {
-            "cfg_scale": cfg_scale,
-            "temperature": temperature,
-            "top_k": top_k,
-            "top_p": top_p,
-        }
-        return replace(self.model.sampling, **{k: v for k, v in given.items() if v is not None})
-
-    def draw_with_bar(
-        self,
-        requests: Sequence[Request],
-        setting: Resolved,
-        batch_size: int | None,
-        output_type: OutputType,
-        callback: StepEnd | None,
-    ) -> GenerationResult:
-        """`draw`, with a progress bar and a callback in the form of diffusers."""
-        with closing(Bar(**self.bar_options)) as bar:
+        with self.lock, closing(Bar(**self.bar_options)) as bar:
 
             def show(event: Event) -> None:
                 bar(event)
-                if callback is not None:
-                    callback(self, event.steps, event.tokens, {"event": event})
+                if callback_on_step_end is not None:
+                    callback_on_step_end(self, event.steps, event.tokens, {"event": event})
 
-            decode = output_type != "tokens"
+            self._interrupt, decode = False, output_type != "tokens"
             result = self.draw(requests, setting, batch_size, show, decode=decode)
         result.output_type = output_type
         return result
@@ -377,10 +348,7 @@ class LanternPipeline:
     # -- what is needed to draw
 
     def resolve(self, setting: Setting | str, size: int = 1) -> Resolved:
-        """What a setting draws with on this model and device; see `methods.setting.resolve`.
-
-        Args:
-            size: images decoded together.
+        """What a setting draws with, for `size` images decoded together; see `methods.setting.resolve`.
 
         Raises:
             OptionError: it cannot be read, or no tree was tuned for `auto`.
@@ -421,10 +389,7 @@ class LanternPipeline:
     def spec(
         self, requests: Sequence[Request], tree: Tree, size: int, drafter: Drafter | None = None
     ) -> Spec:
-        """What fixes the graph for these requests.
-
-        Args:
-            drafter: in place of the model's.
+        """What fixes the graph for these requests; with a drafter in place of the model's, if given.
 
         Raises:
             OptionError: they cannot share one, or the tree needs a drafter and there is none.
@@ -438,12 +403,12 @@ class LanternPipeline:
         """What the device compiles for these shapes - text, prefill, step, pixels - is compiled here."""
         if engine.warm:
             return
-        config, images = engine.target.config, engine.spec.images
+        config = engine.target.config
         try:
             with self.backend.errors(), torch.no_grad():
-                engine.upload_prefix(self.prefix(engine, [request] * images), engine.state.entry)
-                if engine.one_image is not None:
-                    engine.upload_prefix(self.prefix(engine, [request]), engine.one_image.entry)
+                for entry in engine.entries:
+                    prefix = self.prefix(engine, [request] * len(entry.slot))
+                    engine.upload_prefix(prefix, entry)
                 engine.warm_up()
                 engine.result({})
                 self.pixels(np.zeros((1, config.tokens), np.int64), config)
@@ -451,6 +416,7 @@ class LanternPipeline:
             self.engines.discard(engine)
             raise
 
+    @torch.no_grad()
     def prefix(self, engine: Engine, requests: Sequence[Request]) -> Prefix:
         """The condition of a batch, as the engine takes it; a graph of its own where the device gathers operators."""
         self.backend.queue.flush()
@@ -468,7 +434,7 @@ class LanternPipeline:
     ) -> list[Image.Image]:
         """Images of finished tokens [b, N], of the model's own size if `config` does not say another."""
         config = config or self.model.target.config
-        return decode_pixels(self.model.vq, config, self.backend, tokens)
+        return decode_codes(self.model.vq, config, self.backend, codes_of(config, tokens))
 
     def picture(self, record: ImageRecord) -> Image.Image | None:
         """Of an image that is done; None where nothing makes it."""
@@ -592,10 +558,9 @@ class LanternPipeline:
         environment: dict[str, Any],
         decode: bool = True,
     ) -> Drawn:
-        """An image that is done with its pixels, and all that is needed to draw it again.
+        """An image that is done with its pixels, unless `decode` is False, and all that is needed to draw it again.
 
-        Args:
-            config: what `describe` says of the run. decode: False leaves the pixels out.
+        `config` is what `describe` says of the run.
         """
         picture = self.picture(record) if decode else None
         return Drawn(picture, record, config | record.settings, environment)
@@ -620,12 +585,7 @@ class LanternPipeline:
 
     def batch(self, engine: Engine, stats: RunStats | None = None) -> Batch:
         """Empty slots of an engine; what is spent is added to `stats`."""
-
-        @torch.no_grad()
-        def encode(requests: Sequence[Request]) -> Prefix:
-            return self.prefix(engine, requests)
-
-        return Batch(engine, encode, stats)
+        return Batch(engine, partial(self.prefix, engine), stats)
 
     def stream(
         self,

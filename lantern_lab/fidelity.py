@@ -209,8 +209,7 @@ def averaged_expectation(
     blend = blend_at(acceptance, node)
     for child in range(uniform.shape[1]):
         # [n, V] what each code would be accepted with
-        lent = acceptance.neighbour_mass(node, every, node.p)
-        mass = acceptance.accept_mass(node, every, node.p, lent)
+        mass, _ = acceptance.accept_mass(node, every, node.p)
         assert node.q is not None
         if blend is not None and child == 0:
             mass = blend.accept_mass(mass, node.q)

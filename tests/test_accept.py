@@ -86,7 +86,7 @@ def lent_to(case: Tensor, rule: Relaxed) -> Tensor:
     """What each token is lent under probabilities [n, V]: [n, V]."""
     bounds, every = bounds_of(rule, len(case)), torch.arange(V).expand(len(case), -1)
     node = Node(case, None, bounds.weight[:, :1], bounds)
-    lent = acceptance_of(CASES[0].tree, rule).neighbour_mass(node, every, case)
+    _, lent = acceptance_of(CASES[0].tree, rule).accept_mass(node, every, case)
     assert lent is not None
     return lent.mass
 

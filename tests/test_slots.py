@@ -299,8 +299,7 @@ def test_an_admission_hands_all_its_numbers_over_without_waiting(
 
     monkeypatch.setattr(engine.backend.queue, "upload", upload)
     batch.admit([requests[2]])
-    assert engine.one_image is not None
-    entry = engine.one_image.entry
+    entry = engine.entries[1]
     assert entry.keys is not None
     settings = (*vars(entry.sampling).values(), *vars(entry.bounds).values())
     needed = [entry.slot, entry.first_uniform, entry.keys, *settings]

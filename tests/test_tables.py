@@ -69,11 +69,11 @@ def grow(tree: DynamicTree, made_up: MadeUp) -> Drafts:
     drafting = DynamicDrafting(target, drafter, Spec(IMAGES, False, tree, block=1))
     drafting.sampler = cast(Any, made_up)
 
-    def pass_on(level: int, tokens: Tensor, features: Tensor, *_: Any) -> Tensor:
+    def run(tokens: Tensor, features: Tensor, *_: Any) -> Tensor:
         return features * (V + 1) + tokens[..., None] + 1
 
     made: Any = drafting
-    made.pass_on, made.catch_up = pass_on, lambda *_: torch.zeros(IMAGES, 1, 1)
+    made.run, made.catch_up = run, lambda *_: torch.zeros(IMAGES, 1, 1)
     root = torch.zeros(IMAGES, dtype=torch.int32)
     cache = KVCache(
         (LayerCache(torch.zeros(0), torch.zeros(0), 0),)

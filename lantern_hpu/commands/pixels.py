@@ -105,7 +105,7 @@ def decoded(
     saved: SavedTokens, opened: Opened, file: Path, device: DeviceOptions
 ) -> Iterator[Image.Image]:
     """Pictures by the model's VQ tokenizer, one at a time."""
-    from lantern_hpu.decode.pixels import decode_pixels
+    from lantern_hpu.decode.pixels import codes_of, decode_codes
     from lantern_hpu.models.files.load import load_vq
 
     config = opened.config.target
@@ -117,7 +117,7 @@ def decoded(
         vq, digest = load_vq(opened.config.vq, stored, backend.device)
         check_tokenizer(saved, {digest, stored.fingerprint(vq)}, file)
         for row in saved.tokens:
-            yield from decode_pixels(vq, config, backend, row[None])
+            yield from decode_codes(vq, config, backend, codes_of(config, row[None]))
 
 
 def decode_saved(args: argparse.Namespace) -> str:

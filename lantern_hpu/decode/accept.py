@@ -186,11 +186,7 @@ class Clusters(nn.Module):
     """
 
     def __init__(self, codes: Tensor, ranks: int) -> None:
-        """
-        Args:
-            codes: [V, H], the tokens' rows of the target's embedding.
-            ranks: most places down that a cluster may reach; it is one less up.
-        """
+        """Codes are [V, H], rows of the target's embedding; a cluster reaches `ranks` places down, one less up."""
         super().__init__()
         if len(codes) > MOST_CODES:
             why = f"{len(codes)} codes, and their order is kept in int32 for up to {MOST_CODES}"
@@ -314,24 +310,25 @@ class Acceptance(nn.Module):
         spent = torch.minimum(most, left)
         return Blend(spent / distance.clamp(min=TINY), spent)
 
-    def neighbour_mass(self, node: Node, token: Tensor, prob: Tensor) -> Lent | None:
-        """What is lent to tokens [B, n] with probabilities `prob` [B, n]."""
-        return None if self.neighbours is None else self.neighbours(node, token, prob)
+    def accept_mass(self, node: Node, token: Tensor, prob: Tensor) -> tuple[Tensor, Lent | None]:
+        """Mass [B, n] that tokens [B, n] with probabilities `prob` [B, n] are accepted with, but for a blend.
 
-    def accept_mass(self, node: Node, token: Tensor, prob: Tensor, lent: Lent | None) -> Tensor:
-        """Mass [B, n] that tokens [B, n] with probabilities `prob` [B, n] are accepted with, but for a blend."""
+        Returns what is lent to them as well, which is part of it.
+        """
         mass = prob
         if self.clusters is not None:
             assert node.bounds.limits is not None
             mass = self.clusters(node.p, node.q, token, node.bounds.limits)
         mass = mass * node.weight if self.annealed else mass
-        return mass if lent is None else mass + lent.mass
+        if self.neighbours is None:
+            return mass, None
+        lent: Lent = self.neighbours(node, token, prob)
+        return mass + lent.mass, lent
 
     def rest(self, node: Node, token: Tensor, prob: Tensor, lent: Lent | None) -> Node:
         """The node once token [B, 1] was refused.
 
-        Where nothing is left of p, by rounding or because the official residual strikes it all, it is p at the node
-        before any refusal.
+        Where nothing is left of p, by rounding or under the official residual, it is p at the node before any refusal.
         """
         p, q, rule = node.p, node.q, self.neighbours
         keep = None
@@ -353,15 +350,10 @@ class Acceptance(nn.Module):
     # -- a node and its children
 
     def trial(self, node: Node, token: Tensor, blend: Blend | None = None) -> Trial:
-        """A child [B, 1] that all siblings before it left to be tried.
-
-        Args:
-            blend: of the node, for its first child.
-        """
+        """A child [B, 1] that all siblings before it left to be tried; `blend` is of the node, for its first child."""
         prob = gather(node.p, 1, token)
         drawn = None if node.q is None else gather(node.q, 1, token)
-        lent = self.neighbour_mass(node, token, prob)
-        mass = self.accept_mass(node, token, prob, lent)
+        mass, lent = self.accept_mass(node, token, prob)
         cost = gain(mass, prob, drawn) if self.metered else None
         if blend is not None and drawn is not None:
             mass = blend.accept_mass(mass, drawn)
@@ -440,17 +432,14 @@ class Acceptance(nn.Module):
     def walk_spine(
         self, spine: Tensor, p: Tensor, q: Tensor, drafts: Drafts, uniform: Tensor, bounds: Bounds
     ) -> Verdict:
-        """`walk_levels` where first children alone have children: those are all tried at once.
+        """`walk_levels` where first children alone have children: those, a spine [W + 1], are all tried at once.
 
-        Only where the first of them is refused are its siblings tried as well.
-
-        Args:
-            spine: [W + 1]. q: [B, I, V] the drafter's probabilities.
+        Only where the first of them is refused are its siblings tried as well. q is [B, I, V], the drafter's.
         """
         tables, tokens = drafts.tables, drafts.tokens.index_select(1, spine[1:])  # [B, W]
         prob, drawn = (gather(x, 2, tokens[..., None])[..., 0] for x in (p, q))
         nodes = Node(p, q, bounds.weight, bounds)
-        own = self.accept_mass(nodes, tokens, prob, self.neighbour_mass(nodes, tokens, prob))
+        own, _ = self.accept_mass(nodes, tokens, prob)
         blend = self.blend(p, q, bounds)
         mass = own if blend is None else blend.accept_mass(own, drawn)
         bar = uniform[..., 0] * drawn
@@ -507,10 +496,9 @@ class Acceptance(nn.Module):
         return Verdict(node, residual, torch.stack(relaxed, 1), cost)
 
     def walk_greedy(self, p: Tensor, drafts: Drafts, bounds: Bounds) -> Verdict:
-        """The longest path of drafts that each win the argmax, with what relaxation adds to them.
+        """The longest path of drafts that each win the argmax of p [B, I, V], or do with what relaxation adds to them.
 
-        Args:
-            p: [B, I, V] the target's unfiltered probabilities.
+        No filter was applied to p.
         """
         tables, tokens = drafts.tables, drafts.tokens[:, 1:]  # [B, M - 1]
         row = gather(tables.row, 1, tables.parent[:, 1:])  # [B, M - 1]
@@ -520,7 +508,7 @@ class Acceptance(nn.Module):
         if self.neighbours is not None or self.annealed or self.clusters is not None:
             weight = gather(bounds.weight, 1, tables.depth[:, 1:] - 1)
             nodes = Node(gather_rows(p, row), None, weight, bounds)
-            mass = self.accept_mass(nodes, tokens, prob, self.neighbour_mass(nodes, tokens, prob))
+            mass, _ = self.accept_mass(nodes, tokens, prob)
         helped = (mass > top) | ((mass == top) & (tokens < best))
         node = self.deepest(~(wins | helped), tables)
         on_path = rows_at(tables.path, node)[:, 1:]  # [B, D]
@@ -539,11 +527,7 @@ class Acceptance(nn.Module):
         return (reached * priority).argmax(-1).int()
 
     def match_draws(self, drawn: Tensor, drafts: Drafts) -> Tensor:
-        """Where the drafts stop being what their places draw anyway: [B] int32.
-
-        Args:
-            drawn: [B, I], a draw from each distribution.
-        """
+        """Where the drafts stop being what their places draw anyway, drawn [B, I]: [B] int32."""
         tables = drafts.tables
         row = gather(tables.row, 1, tables.parent[:, 1:])
         return self.deepest(drafts.tokens[:, 1:] != gather(drawn, 1, row), tables)

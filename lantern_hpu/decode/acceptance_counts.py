@@ -113,9 +113,7 @@ def profile(
 ) -> Profile:
     """Draw these images uncaptured, with the static tree of the engine's spec, and count.
 
-    Args:
-        encode: gives the prefix of requests.
-        callback: called after each step with the tokens known in the slowest image.
+    `callback` is called after each step with the tokens known in the slowest image.
     """
     tree, size = engine.spec.tree, engine.spec.images
     assert isinstance(tree, DraftTree)

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from lantern_hpu.decode.engine import Engine
-from lantern_hpu.decode.spec import is_scheduled
 from lantern_hpu.methods.request import Request
 from lantern_hpu.models.text.prefix import Prefix
 from lantern_hpu.results.images import ImageRecord, RunStats
@@ -136,7 +135,7 @@ class Batch:
             needs = [self.steps_needed(slot) for slot in self.unfinished]
             block = self.engine.spec.block
             count = max(0, min(min(needs) if soon else max(needs), block, most or block))
-            known, pending = self.run_steps(count) if count else (self.wait(), 0)
+            known, pending = self.run_steps(count)
         for slot, one in self.slots.items():
             one.known, one.step, one.pending = known[slot], one.step + count, pending
         self.queued += count
@@ -152,21 +151,22 @@ class Batch:
         return steps - one.pending
 
     def run_steps(self, count: int) -> tuple[list[int], int]:
-        """So many steps of all slots. -> [B] tokens known, and the steps launched that they do not tell of"""
+        """So many steps of all slots. -> [B] tokens known, and the steps launched that they do not tell of
+
+        Of no step: what is on its way is waited for, which may be all that is needed.
+        """
         engine = self.engine
+        if not count:
+            assert engine.known is not None
+            return engine.read(engine.known), 0
         seeds = [None if one is None else one.request.seed for one in self.every]
         first = [1 if one is None else one.step for one in self.every]
-        if is_scheduled(engine.spec.tree):
+        if engine.spec.tree.commit:
             engine.launch(seeds, first, count)
             added = count * engine.spec.max_step_tokens
             return [min(tokens + added, self.total) for tokens in self.known], 0
         ahead = engine.backend.queue.runs_ahead and count > 1
         return engine.advance(seeds, first, count, ahead), int(ahead)
-
-    def wait(self) -> list[int]:
-        """For what is on its way, which may be all that is needed. -> [B] tokens known"""
-        assert self.engine.known is not None
-        return self.engine.read(self.engine.known)
 
     def finished(self) -> list[tuple[int, ImageRecord]]:
         """Images that are done, in the order of their slots, which they leave."""
@@ -176,7 +176,7 @@ class Batch:
         if not done:
             return []
         # On a fixed schedule the only time that the host waits for its steps
-        waits = is_scheduled(self.engine.spec.tree)
+        waits = self.engine.spec.tree.commit
         with self.stats.adding("steps_s") if waits else nullcontext():
             records = self.engine.result(done)
         for slot in done:
@@ -184,10 +184,9 @@ class Batch:
         return list(zip(done, records, strict=True))
 
     def event(self, done: Sequence[ImageRecord], images: int, preview: Preview) -> Event:
-        """How far a run of so many images is.
+        """How far a run of so many images is, of which some are done and have left.
 
-        Args:
-            done: those that left. preview: pictures of tokens [b, N], of which [b] are known.
+        The preview draws tokens [b, N], of which [b] are known.
         """
         config, here = self.engine.target.config, dict(sorted(self.slots.items()))
         rows, known = config.grid[0], [one.known for one in here.values()]

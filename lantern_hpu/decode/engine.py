@@ -28,7 +28,7 @@ from lantern_hpu.decode.drafting.window import WindowDrafting
 from lantern_hpu.decode.memory import check_batch, encoding, engine_bytes, setup_for, summed
 from lantern_hpu.decode.sampler import sampling_params
 from lantern_hpu.decode.scheduled import ScheduledDrafting, ScheduledStep
-from lantern_hpu.decode.spec import Spec, is_scheduled
+from lantern_hpu.decode.spec import Spec
 from lantern_hpu.decode.state import DecodeState, Entry, bits_digest
 from lantern_hpu.decode.step import Accepted, Admit, Step
 from lantern_hpu.decode.tree_tables import Drafts
@@ -90,9 +90,7 @@ class Engine:
         """
         Args:
             drafter: for specs whose tree has drafts.
-            fit: the device, and how it runs the step.
-            neighbours: [V, K or more] int32, for specs with neighbours.
-            codes: [V, H], the embedding, for specs with clusters.
+            neighbours, codes: [V, K or more] int32 and the embedding [V, H], for specs with neighbours or clusters.
         """
         self.target = target = target.sized(spec.sizes(target.config))
         self.spec, self.backend, self.mode = spec, fit.backend, fit.graphs
@@ -102,20 +100,16 @@ class Engine:
         self.state = DecodeState.allocate(target.config, spec, *form, drafting_state, by_head)
         table = None if neighbours is None else neighbours[:, : spec.neighbours]
         self.prefill_function = Admit(target, drafting, spec).to(device).eval()
-        kind = ScheduledStep if is_scheduled(spec.tree) else Step
+        kind = ScheduledStep if spec.tree.commit else Step
         self.step_function = kind(target, drafting, spec, table, codes).to(device).eval()
-        self.prefill = make_runner(self.prefill_function, self.state, backend, self.mode)
-        self.step = make_runner(self.step_function, self.state, backend, self.mode)
-        self.runners = [self.prefill, self.step]
-        # The same function once more, for one image beside those that run: recorded over a state with a smaller entry
-        self.one_image: DecodeState | None = None
+        # Admission is recorded for all slots, and once more, over a smaller entry, for one image beside those that run
+        self.entries = [self.state.entry]
         if spec.open:
-            entry = Entry.allocate(target.config, spec, 1, *form)
-            self.one_image = replace(self.state, entry=entry)
-            self.prefill_one = make_runner(
-                self.prefill_function, self.one_image, backend, self.mode
-            )
-            self.runners.insert(1, self.prefill_one)
+            self.entries.append(Entry.allocate(target.config, spec, 1, *form))
+        states = [replace(self.state, entry=entry) for entry in self.entries]
+        self.prefills = [make_runner(self.prefill_function, s, backend, self.mode) for s in states]
+        self.step = make_runner(self.step_function, self.state, backend, self.mode)
+        self.runners = [*self.prefills, self.step]
         self.pace = fit.pace()  # of steps
         self.known: Tensor | None = None  # [B] what the last captured call returned
         self.host_reads = 0
@@ -153,9 +147,8 @@ class Engine:
         if self.warm:
             return
         blank = Request("warm-up")
-        self.upload_settings([blank] * self.spec.images, self.state.entry)
-        if self.one_image is not None:
-            self.upload_settings([blank], self.one_image.entry)
+        for entry in self.entries:
+            self.upload_settings([blank] * len(entry.slot), entry)
         for runner in self.runners:
             self.upload_uniforms([blank.seed] * self.spec.images, 1, 1)
             runner()
@@ -182,23 +175,24 @@ class Engine:
     def start(self, prefix: Prefix, requests: Sequence[Request]) -> list[int]:
         """Begin an image in each slot. -> [B] tokens known"""
         self.warm_up()
-        self.upload_prefix(prefix, self.state.entry)
-        self.upload_settings(requests, self.state.entry)
-        with self.pace.held():
-            self.known = self.prefill()
+        known = self.begin(0, prefix, requests)
         # On a fixed schedule it is known
-        return [1] * self.spec.images if is_scheduled(self.spec.tree) else self.read(self.known)
+        return [1] * self.spec.images if self.spec.tree.commit else self.read(known)
 
     @torch.no_grad()
     def admit(self, prefix: Prefix, request: Request, slot: int) -> None:
         """Begin one image in a slot while the others go on; no host read, as one token of it is known for sure."""
-        assert self.one_image is not None, "the spec is not open"
-        entry = self.one_image.entry
-        self.upload_prefix(prefix, entry)
-        self.upload_settings([request], entry)
-        self.backend.queue.upload(torch.tensor([slot], dtype=torch.int32), entry.slot)
+        assert self.spec.open
+        self.backend.queue.upload(torch.tensor([slot], dtype=torch.int32), self.entries[1].slot)
+        self.begin(1, prefix, [request])
+
+    def begin(self, number: int, prefix: Prefix, requests: Sequence[Request]) -> Tensor:
+        """Admit images through one of the entries. -> [B] tokens known, on the device"""
+        self.upload_prefix(prefix, self.entries[number])
+        self.upload_settings(requests, self.entries[number])
         with self.pace.held():
-            self.known = self.prefill_one()
+            self.known = self.prefills[number]()
+        return self.known
 
     @torch.no_grad()
     def advance(
@@ -208,12 +202,9 @@ class Engine:
         count: int,
         ahead: bool = False,
     ) -> list[int]:
-        """So many steps of all slots. -> [B] tokens known
+        """So many steps of all slots, as of `launch`. -> [B] tokens known
 
-        Args:
-            seeds, first: see `upload_uniforms`.
-            ahead: read what is known before the last step, which keeps the device busy while the host decides what
-                comes next.
+        With `ahead` before the last step, which keeps the device busy while the host decides what comes next.
         """
         self.launch(seeds, first, count, count - ahead)
         assert self.known is not None
@@ -232,11 +223,7 @@ class Engine:
         count: int,
         steps: int | None = None,
     ) -> None:
-        """Steps of all slots, and no host read.
-
-        Args:
-            seeds, first, count: see `upload_uniforms`. steps: so many of them; all if not given.
-        """
+        """Steps of all slots, `count` if `steps` is not given, and no host read; the rest as of `upload_uniforms`."""
         self.upload_uniforms(seeds, first, count)
         for _ in range(count if steps is None else steps):
             self.known = self.pace(self.step)
@@ -286,8 +273,7 @@ class Engine:
     ) -> None:
         """Uniforms for the next steps, in one copy of one size.
 
-        Args:
-            seeds: of each slot's image; None where there is none. first: number of the next step, of all or each.
+        They are of the images with these seeds (None where there is none), from the `first` step on, of all or each.
         """
         block = np.zeros(self.state.uniforms.shape, np.float32)
         block[:count] = uniform_block(seeds, first, count, self.spec.draws)
@@ -342,10 +328,7 @@ class Engine:
     ) -> Iterator[StepTrace]:
         """Decode a batch uncaptured, step by step, and show what draft, verify, accept and commit made.
 
-        The tokens are those of a captured run.
-
-        Args:
-            clock: waits for the device and tells the time; the stages of a step are then timed by it.
+        The tokens are those of a captured run. A `clock` waits for the device, and times the stages of each step.
         """
         self.upload_prefix(prefix, self.state.entry)
         self.upload_settings(requests, self.state.entry)
@@ -354,23 +337,17 @@ class Engine:
         while min(known) < self.target.config.tokens:
             if number % self.spec.block == 0:
                 self.upload_uniforms(seeds, number + 1, self.spec.block)
+            before, made, seconds = known, dict[str, Any](), dict[str, float]()
             with self.pace.held():
-                step = self.trace_step(known, clock)
-            known, number = step.known, number + 1
-            yield step
-
-    def trace_step(self, before: list[int], clock: Callable[[], float] | None) -> StepTrace:
-        """`Step.forward`, with a look between its stages."""
-        seconds: dict[str, float] = {}
-        made: dict[str, Any] = {}
-        last = clock() if clock else 0.0
-        for stage, result in self.step_function.stages(self.state):
-            made[stage] = result
-            if clock:
-                now = clock()
-                seconds[stage], last = now - last, now
-        drafts = made.get("tables", made["draft"])
-        return StepTrace(before, drafts, made["accept"], self.read(made["commit"]), seconds)
+                last = clock() if clock else 0.0
+                for stage, result in self.step_function.stages(self.state):
+                    made[stage] = result
+                    if clock:
+                        now = clock()
+                        seconds[stage], last = now - last, now
+                known, number = self.read(made["commit"]), number + 1
+            drafts = made.get("tables", made["draft"])
+            yield StepTrace(before, drafts, made["accept"], known, seconds)
 
     def report(self) -> GraphReport:
         """Counts since the engine was built."""
@@ -404,8 +381,8 @@ class EngineCache:
     them; so the last is evicted only if there is no room for another beside it.
     """
 
-    def __init__(self, model: ImageModel, fit: Fit, kept: int = MAX_ENGINES) -> None:
-        self.model, self.fit, self.backend, self.kept = model, fit, fit.backend, kept
+    def __init__(self, model: ImageModel, fit: Fit) -> None:
+        self.model, self.fit, self.backend, self.kept = model, fit, fit.backend, MAX_ENGINES
         self.engines: OrderedDict[Spec, Engine] = OrderedDict()
 
     def get(self, spec: Spec) -> Engine:
@@ -419,10 +396,7 @@ class EngineCache:
         return self.engines[spec]
 
     def make(self, spec: Spec, mode: str | None = None, drafter: Drafter | None = None) -> Engine:
-        """An engine of its own, which is not kept.
-
-        Args:
-            mode: graph mode in place of the usual one. drafter: in place of the model's.
+        """An engine of its own, which is not kept, in a graph mode or with a drafter in place of the usual ones.
 
         Raises a DeviceError where the host has too little memory for it.
         """

@@ -295,8 +295,7 @@ def engine_bytes(
 ) -> tuple[int, int]:
     """What engines hold beside the weights, and what one of them at a time computes with.
 
-    Args:
-        records: whether they record what they do, and each recording keeps its own memory. shared: all have one.
+    Where it is recorded (`records`), each recording keeps its own memory, or all have one (`shared`).
     """
     works = [dict(working(*engine)) for engine in engines]
     pools = [work.pop(POOL) * records for work in works]

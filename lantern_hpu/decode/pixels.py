@@ -23,13 +23,6 @@ from lantern_hpu.ops.kv_cache import KVCache
 UNKNOWN = (200, 200, 200)  # colour of rows that a preview does not know yet
 
 
-def decode_pixels(
-    vq: Tokenizer | None, config: TransformerConfig, backend: Backend, tokens: NDArray[np.int64]
-) -> list[Image.Image]:
-    """Images of finished tokens [b, N], one at a time to keep memory low; none where nothing decodes them."""
-    return decode_codes(vq, config, backend, codes_of(config, tokens))
-
-
 def codes_of(config: TransformerConfig, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
     """The codes [b, rows * columns] of tokens [b, N]: without the preview, and without what closes rows."""
     rows, columns = config.grid
@@ -39,17 +32,16 @@ def codes_of(config: TransformerConfig, tokens: NDArray[np.int64]) -> NDArray[np
 
 
 def decode_codes(
-    vq: Tokenizer | None, config: TransformerConfig, backend: Backend, tokens: NDArray[np.int64]
+    vq: Tokenizer | None, config: TransformerConfig, backend: Backend, codes: NDArray[np.int64]
 ) -> list[Image.Image]:
-    """`decode_pixels` of codes [b, rows * columns]."""
+    """Images of codes [b, rows * columns], one at a time to keep memory low; none where nothing decodes them."""
     images: list[Image.Image] = []
     if vq is None:
         return images
-    for row in torch.from_numpy(tokens.astype(np.int32)).split(1):
+    for row in torch.from_numpy(codes.astype(np.int32)).split(1):
         backend.queue.flush()  # the same graph for each image
         with torch.no_grad():
-            codes = row.to(backend.device)
-            images += to_images(vq.decode_codes(codes, config.grid))
+            images += to_images(vq.decode_codes(row.to(backend.device), config.grid))
     return images
 
 
@@ -108,11 +100,7 @@ def hidden_states(
 def preview(
     model: ImageModel, backend: Backend, tokens: NDArray[np.int64], known: Sequence[int]
 ) -> list[Image.Image]:
-    """Images of the whole rows known so far; the rest is grey.
-
-    Args:
-        tokens: [b, N]. known: [b], how many of each image mean something.
-    """
+    """Images of tokens [b, N], of which `known` [b] mean something: the whole rows of those, and grey."""
     rows, columns = model.target.config.grid
     full = [model.target.config.rows_known(k) for k in known]
     held = codes_of(model.target.config, tokens)

@@ -71,10 +71,7 @@ class Positions(nn.Module):
     def idle(self, count: Tensor, place: Tensor) -> Tensor:
         """Cache positions that a step of images with `count` [B] tokens does not write: [B, D].
 
-        They follow its nodes, and go on at the front of the row.
-
-        Args:
-            place: [B, D] or [D], which of them.
+        They follow its nodes, and go on at the front of the row; `place` [B, D] or [D] says which of them.
         """
         position = (self.prefix + count + self.nodes)[:, None] + place
         return torch.where(position < self.size, position, position - self.size)
@@ -89,12 +86,9 @@ class Positions(nn.Module):
         return torch.cat([goal, index.unflatten(0, (rows, -1))], 1).flatten(), source.flatten()
 
     def mask(self, start: Tensor, table: Tensor) -> Tensor:
-        """What queries behind `start` committed positions attend to: those positions, and each other by table.
+        """What queries behind `start` [R] committed positions attend to [R, T, S] bool: those, and each other by table.
 
-        Args:
-            start: [R]. table: [T, X] bool, or one a row [R, T, X]; column x is position start + x.
-
-        Returns [R, T, S] bool.
+        The table is [T, X] bool, or one a row [R, T, X]; column x is position start + x.
         """
         offset = self.positions - start[:, None]  # [R, S]
         inside = (offset >= 0) & (offset < table.shape[-1])

@@ -65,8 +65,7 @@ class ScheduledDrafting(WindowDrafting):
     def draw_all(self, p: Tensor, uniform: Tensor, state: DecodeState) -> tuple[Tensor, Tensor]:
         """Tokens of the C + W places after the last final one [B, C + W], and what they were drawn from.
 
-        Args:
-            p: [B, C + W, V], the target's after each node. uniform: [B, draws].
+        They are drawn from p [B, C + W, V], the target's after each node, with uniforms [B, draws].
         """
         place = (state.count + 1)[:, None] + self.node
         # The last place's distribution serves those behind it
@@ -147,8 +146,7 @@ class ScheduledStep(Step):
     def tally_final(self, spent: Tensor | None, state: DecodeState) -> None:
         """Count the step for images that are not done; what it made final beside its first token counts as accepted.
 
-        Args:
-            spent: [B, C - 1], on the tokens of the step before.
+        What was spent [B, C - 1] is of the tokens of the step before.
         """
         last, depth = self.tokens - 1, self.positions.arange[1 : self.depth + 1]
         running = state.count < last

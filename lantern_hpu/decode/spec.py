@@ -22,16 +22,7 @@ BATCHES = (1, 2, 3, 4, 6, 8)  # sizes of a batch where none is asked for
 LEAST_CLASS = 16  # of top-k and neighbours
 LEAST_RANKS = 7  # of a cluster, as published
 # Fields of a spec whose larger values serve the smaller ones too
-GROWING = (
-    "guidance",
-    "use_greedy",
-    "max_top_k",
-    "use_top_p",
-    "neighbours",
-    "annealed",
-    "ranks",
-    "blended",
-)
+GROWING = "guidance use_greedy max_top_k use_top_p neighbours annealed ranks blended".split()
 NOISE_BYTES = 2**28  # of a batch's fixed noise, at most; more is made anew in each step
 
 
@@ -68,9 +59,7 @@ class Spec:
     ) -> Spec:
         """What these requests need, in a batch of so many images; what none of them uses is left out.
 
-        Args:
-            config: of the target, for the size of these requests.
-            listed: neighbours that are known of each code, if not all are.
+        `config` is of the target, for their size; `listed` neighbours are known of each code, if not all are.
         """
         samplings = [request.sampling for request in requests]
         listed = listed or config.codes - 1
@@ -91,7 +80,7 @@ class Spec:
             ranks=(1 << max(reach, LEAST_RANKS).bit_length()) - 1 if reach else 0,
             blended=any(r.relaxation.tv > 0 for r in requests),
             residual=common_residual(requests),
-            metered=is_scheduled(tree, 2)
+            metered=tree.commit > 1
             or (tree.depth > 0 and any(r.relaxation.metered for r in requests)),
             grid=config.grid if config.code_pixels else None,
             prefix=config.prefix if config.prefixes else None,
@@ -117,19 +106,13 @@ class Spec:
     @property
     def draws(self) -> int:
         """Uniforms a step takes for an image: drafts, acceptance, bonus token; the last is there if no other is."""
-        tries = 0 if is_scheduled(self.tree) else self.tree.depth * self.tree.max_children
+        tries = 0 if self.tree.commit else self.tree.depth * self.tree.max_children
         return self.tree.draws + tries + 1
 
     @property
     def max_step_tokens(self) -> int:
         """Most tokens that one step can add; on a fixed schedule as many as each step adds."""
-        tree = self.tree
-        return tree.commit if isinstance(tree, Window) and tree.commit else tree.depth + 1
-
-
-def is_scheduled(tree: Tree, least: int = 1) -> bool:
-    """Whether so many tokens or more are made final in each step, without a test."""
-    return isinstance(tree, Window) and tree.commit >= least
+        return self.tree.commit or self.tree.depth + 1
 
 
 def common_residual(requests: Sequence[Request]) -> Residual:
@@ -141,11 +124,7 @@ def common_residual(requests: Sequence[Request]) -> Residual:
 
 
 def neighbours_needed(requests: Sequence[Request], codes: int, listed: int) -> int:
-    """Neighbours of a code that some request looks at.
-
-    Args:
-        listed: how many are known of each of so many codes.
-    """
+    """Neighbours of a code that some request looks at, where `listed` are known of each of so many codes."""
     most = max((r.relaxation.k for r in requests if r.relaxation.lends), default=0)
     require(most < codes, "--relax k", most, f"0 to {codes - 1}, the neighbours of a code")
     # The published residual looks one neighbour further than the bound.

@@ -27,9 +27,8 @@ class Entry:
 
     slot: Tensor  # [A] int32, where each goes
     prefix: Tensor  # [RA, P, H] condition embeddings
-    prefix_tokens: (
-        Tensor  # [RA, P] int32, what a drafter reads there: words, or 0 where there are none
-    )
+    # [RA, P] int32, what a drafter reads there: words, or 0 where there are none
+    prefix_tokens: Tensor
     valid: Tensor  # [RA, S] bool, False at padded prefix positions
     pads: Tensor  # [RA] int32, how many those are
     sampling: SamplingParams  # [A]
@@ -48,7 +47,9 @@ class Entry:
     ) -> Entry:
         """Room for so many images, the first slots theirs."""
         a, r = images, images * spec.rows // spec.images
-        s = capacity(config, spec.tree)
+        s, keys = capacity(config, spec.tree), None
+        if isinstance(spec.tree, Window):
+            keys = int_zeros(device, a, config.tokens, ROUNDS)
         return cls(
             slot=torch.arange(a, dtype=torch.int32, device=device),
             prefix=torch.zeros(r, config.prefix, config.dim, dtype=dtype, device=device),
@@ -58,31 +59,13 @@ class Entry:
             sampling=no_sampling(a, config.vocab_size, device),
             bounds=no_bounds(a, spec, device),
             first_uniform=float_zeros(device, a),
-            keys=int_zeros(device, a, config.tokens, ROUNDS)
-            if isinstance(spec.tree, Window)
-            else None,
+            keys=keys,
         )
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the model's features."""
         return self.prefix.dtype
-
-    def by_row(self, state: DecodeState) -> list[tuple[Tensor, Tensor]]:
-        """What is kept of each row while its image is drawn: the state's tensors [R, ..] and these [RA, ..]."""
-        return [(state.valid, self.valid), (state.pads, self.pads)]
-
-    def by_slot(self, state: DecodeState) -> list[tuple[Tensor, Tensor]]:
-        """The same of each image: [B, ..] and [A, ..]."""
-        kept, mine = (tensors_of(each.sampling, each.bounds) for each in (state, self))
-        # The weights of a tree without drafts are empty
-        return [pair for pair in zip(kept, mine, strict=True) if pair[0].numel()]
-
-
-def tensors_of(*parts: Any) -> list[Tensor]:
-    """Those of dataclasses, in the order of their fields."""
-    values = [getattr(part, field.name) for part in parts for field in fields(part)]
-    return [value for value in values if value is not None]
 
 
 def int_zeros(device: torch.device, *shape: int) -> Tensor:
@@ -113,14 +96,6 @@ class Moves:
     source: Tensor  # [B, D] int32
     goal: Tensor  # [B, D] int32, none of them twice
 
-    @classmethod
-    def allocate(cls, spec: Spec, device: torch.device) -> Moves | None:
-        """Zeros, which admission replaces; None where an accepted path is always in place."""
-        if spec.tree.is_chain or not spec.tree.depth:
-            return None
-        shape = spec.images, spec.tree.depth
-        return cls(int_zeros(device, *shape), int_zeros(device, *shape))
-
 
 @dataclass
 class Meter:
@@ -128,13 +103,6 @@ class Meter:
 
     total: Tensor  # [B] float32
     largest: Tensor  # [B] float32
-
-    @classmethod
-    def allocate(cls, spec: Spec, device: torch.device) -> Meter | None:
-        """At zero; None where nothing is metered."""
-        if not spec.metered:
-            return None
-        return cls(float_zeros(device, spec.images), float_zeros(device, spec.images))
 
     def add(self, spent: Tensor) -> None:
         """What a step spent at each of its places [B, D]."""
@@ -163,7 +131,7 @@ class DecodeState:
     tokens: Tensor  # [B * (N + D + 1)] int32, flat; tokens 0 .. t of each image are final
     root: Tensor  # [B] int32, token t, not yet in the cache
     kv_cache: KVCache  # the target's
-    moves: Moves | None  # what the next step moves in it
+    moves: Moves | None  # what the next step moves in it; None: an accepted path is in place
     drafting: Any  # a dataclass of what the drafting keeps from step to step; None where nothing is drafted
     # [B] int32, tokens known: what admission and step return. It is here and not in a recording's memory, which the
     # next recording may use again before the host has read it.
@@ -185,15 +153,18 @@ class DecodeState:
         drafting: Any = None,
         by_head: bool = False,
     ) -> DecodeState:
-        """Zeros, with room for the batches of a spec.
+        """Zeros, with room for the batches of a spec, and what the spec's drafting allocated.
 
-        Args:
-            drafting: the state that the spec's drafting allocated.
-            by_head: see `KVCache.allocate`.
+        For `by_head` see `KVCache.allocate`.
         """
         b, r, depth = spec.images, spec.rows, spec.tree.depth
         s = capacity(config, spec.tree)
         sizes = (config.layers, r, s, config.kv, config.head_dim)
+        moves = meter = None
+        if not spec.tree.is_chain:
+            moves = Moves(int_zeros(device, b, depth), int_zeros(device, b, depth))
+        if spec.metered:
+            meter = Meter(float_zeros(device, b), float_zeros(device, b))
         return cls(
             entry=Entry.allocate(config, spec, b, dtype, device),
             uniforms=float_zeros(device, spec.block, b, spec.draws),
@@ -206,14 +177,14 @@ class DecodeState:
             tokens=int_zeros(device, b * token_columns(config, spec.tree)),
             root=int_zeros(device, b),
             kv_cache=KVCache.allocate(*sizes, dtype, device, by_head),
-            moves=Moves.allocate(spec, device),
+            moves=moves,
             drafting=drafting,
             known=int_zeros(device, b),
             steps=int_zeros(device, b),
             accepted=int_zeros(device, b, depth),
             relaxed=int_zeros(device, b),
             spoiled=int_zeros(device, b),
-            meter=Meter.allocate(spec, device),
+            meter=meter,
         )
 
     @property

@@ -9,7 +9,7 @@ Words: L = P + t is the number of committed positions; the root (token t) is cer
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, cast
 
 import torch
@@ -51,10 +51,13 @@ class Admit(nn.Module):
         root = self.sampler.token(probs, probs, entry.first_uniform, entry)  # [A]
         if self.drafting is not None:
             self.drafting.begin(hidden, root, rows, state)
-        for kept, news in entry.by_row(state):
-            kept.index_copy_(0, rows.long(), news)
-        for kept, news in entry.by_slot(state):
-            kept.index_copy_(0, slot, news)
+        state.valid.index_copy_(0, rows.long(), entry.valid)
+        state.pads.index_copy_(0, rows.long(), entry.pads)
+        for kept, new in ((state.sampling, entry.sampling), (state.bounds, entry.bounds)):
+            for item in fields(new):
+                news = getattr(new, item.name)
+                if news is not None and news.numel():  # no weights of a tree without drafts
+                    getattr(kept, item.name).index_copy_(0, slot, news)
         if state.moves is not None:
             places = self.positions.arange[: self.spec.tree.depth]
             idle = self.positions.idle(torch.zeros_like(entry.slot), places)
@@ -104,11 +107,7 @@ class Step(nn.Module):
         neighbours: Tensor | None = None,
         codes: Tensor | None = None,
     ) -> None:
-        """
-        Args:
-            drafting: None where the root is the whole tree.
-            neighbours: [V, K] int32 for relaxed acceptance. codes: [V, H], the embedding, for clusters.
-        """
+        """Without a drafting the root is the whole tree; for neighbours and codes see `Acceptance`."""
         super().__init__()
         self.target, self.drafting, self.spec = target, drafting, spec
         self.positions, self.sampler = Positions(target.config, spec), Sampler(target, spec)
@@ -173,11 +172,7 @@ class Step(nn.Module):
     def accept(
         self, hidden: Tensor, drafts: Drafts, uniform: Tensor, state: DecodeState
     ) -> Accepted:
-        """Which drafts stay, and what comes after them.
-
-        Args:
-            uniform: [B, D * C + 1].
-        """
+        """Which drafts stay, and what comes after them, by uniforms [B, D * C + 1]."""
         if self.drafting is None or self.acceptance is None:
             probs = self.sampler(hidden, state, 0)  # [B, 1, V]
             bonus = self.sampler.token(probs[:, 0], probs[:, 0], uniform[:, 0], state)
@@ -186,9 +181,7 @@ class Step(nn.Module):
         depth = drafts.tables.depth
         p = self.sampler(self.judged(hidden), state, self.judged(depth))  # [B, I, V]
         drawn = self.drafting.redraw(p, state)
-        if (
-            drawn is not None
-        ):  # drafts that are what their places drew stay, and the first other draw
+        if drawn is not None:  # drafts that are what their places drew stay, and the next draw
             node = self.acceptance.match_draws(drawn, drafts)
             bonus = gather(drawn, 1, node[:, None])[:, 0]
             return Accepted(p, node, bonus, torch.zeros_like(drawn[:, 1:], dtype=torch.bool))

@@ -214,11 +214,7 @@ class Clustered(Relaxation):
 class Blended(Relaxation):
     """A token follows h q + (1 - h) p, h being the largest that keeps it within a total variation `tv` of p.
 
-    Only the first child of a node is relaxed.
-
-    Attributes:
-        tv: of a token.
-        budget: of all tokens of an image together; None is no bound.
+    Only the first child of a node is relaxed. A budget is of all tokens of an image together; None is no bound.
     """
 
     rule = "tv"
@@ -257,8 +253,7 @@ OWNERS = {key: rule for rule in USUAL.values() for key in rule.by_key()}  # a ru
 def parse(text: str, default: Relaxation | None = None) -> Relaxation:
     """What is written: the name of a published setting, values between colons, or both.
 
-    Args:
-        default: what the values change, where neither a bound nor a published setting is given.
+    Values without a bound or such a name change `default`.
     """
     given: dict[str, Any] = {}
     names = []

@@ -240,7 +240,7 @@ class Setting:
     @property
     def commit(self) -> int:
         """Tokens that each step makes final on a fixed schedule; 0 where acceptance decides."""
-        return self.tree.commit if isinstance(self.tree, Window) else 0
+        return 0 if isinstance(self.tree, str | None) else self.tree.commit
 
     @property
     def slug(self) -> str:
@@ -386,10 +386,9 @@ def with_tree(settings: Sequence[Setting], name: str) -> list[Setting]:
 
 
 def replaced(given: Mapping[str, object], mark: str = "") -> OptionError:
-    """What to give in place of options of version 0.3; `given` may have others beside.
+    """What to give in place of options of version 0.3; `given`, by names with underscores, may have others beside.
 
-    Args:
-        given: by their names with underscores. mark: before a name, in the message.
+    A `mark` is before each name in the message.
     """
     old = [name for name in given if name in REPLACED]
     forms = []
@@ -452,8 +451,11 @@ def resolve(setting: Setting, context: ResolveContext) -> Resolved:
         return setting
     if setting.tree == AUTO:
         setting = with_tuned_tree(setting, context)
+    elif setting == Setting(AUTO):
+        setting = fastest_method(context)
     elif setting.method == AUTO:
-        setting = with_method(setting, context)
+        name = "sjd-pac" if setting.tree is None and not context.has_drafter else setting.drafting
+        setting = replace(setting, method=name)
     method, tree = METHODS[setting.method], setting.tree
     relaxation = setting.relaxation or method.relaxation or EXACT
     if tree is None:
@@ -476,14 +478,6 @@ def with_tuned_tree(setting: Setting, context: ResolveContext) -> Setting:
     if tuned.ar_wins and setting == Setting(AUTO, None, AUTO):
         return Setting("ar")
     return Setting(name, setting.relaxation, tuned.tree)
-
-
-def with_method(setting: Setting, context: ResolveContext) -> Setting:
-    """`auto` by its name."""
-    if setting == Setting(AUTO):
-        return fastest_method(context)
-    name = "sjd-pac" if setting.tree is None and not context.has_drafter else setting.drafting
-    return Setting(name, setting.relaxation, setting.tree)
 
 
 def fastest_method(context: ResolveContext) -> Setting:

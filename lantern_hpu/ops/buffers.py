@@ -41,8 +41,7 @@ def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
 def constant(values: Any, dtype: torch.dtype | None = None) -> Tensor:
     """A buffer that is not saved; whole numbers become int32: a Gaudi in lazy mode stores no others.
 
-    Args:
-        values: a tensor, or nested lists. dtype: where lists may be empty.
+    Values are a tensor, or nested lists; where those may be empty, dtype says their type.
     """
     data = torch.as_tensor(values, dtype=dtype)
     return nn.Buffer(data.int() if data.dtype == torch.int64 else data, persistent=False)

@@ -12,10 +12,9 @@ NEVER = -1e30
 
 
 class RowEnds(nn.Module):
-    """The last token of the vocabulary closes each row and is nowhere else.
+    """The last token of the vocabulary closes each row of so many columns of codes, and is nowhere else.
 
-    Args:
-        columns: codes of a row. tokens: N, row ends included; places past them count as the last. vocabulary: V.
+    Places past the N tokens, row ends included, count as the last.
     """
 
     def __init__(self, columns: int, tokens: int, vocabulary: int) -> None:
@@ -25,11 +24,7 @@ class RowEnds(nn.Module):
         self.is_end = constant(arange32(vocabulary) == vocabulary - 1)  # [V]
 
     def forward(self, logits: Tensor, place: Tensor) -> Tensor:
-        """Forbid what a place may not hold.
-
-        Args:
-            logits: [R, T, V]. place: [R, T] int32, which token of the picture each is for.
-        """
+        """Forbid, in logits [R, T, V], what places [R, T] int32 of the picture may not hold."""
         forbidden = self.closing(place)[..., None] != self.is_end
         return logits.masked_fill(forbidden, max(NEVER, torch.finfo(logits.dtype).min))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -108,12 +108,6 @@ class Sizes(Protocol):
     @property
     def head_dim(self) -> int: ...
     @property
-    def ffn_dim(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def norm_eps(self) -> float: ...
-    @property
     def parameters(self) -> int: ...
 
 
@@ -163,12 +157,12 @@ class Kernels:
     def names(self) -> dict[str, str]:
         """Each kernel and the function that serves it, for reports; those left out (None) are plain too."""
         served = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: kernel_name(function) for name, function in served.items() if function}
-
-
-def kernel_name(function: Callable[..., Any]) -> str:
-    """`plain`, or the name of a device's own form."""
-    return "plain" if function.__module__ in (__name__, sampling.__name__) else function.__name__
+        plain = (__name__, sampling.__name__)  # modules
+        return {
+            name: "plain" if function.__module__ in plain else function.__name__
+            for name, function in served.items()
+            if function
+        }
 
 
 PLAIN = Kernels()

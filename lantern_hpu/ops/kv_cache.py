@@ -37,10 +37,6 @@ class LayerCache:
 class ScratchCache(LayerCache):
     """What several passes of one step write, none of which is kept: each pass writes into a copy of its own."""
 
-    @classmethod
-    def beside(cls, cache: LayerCache) -> ScratchCache:
-        return cls(cache.k, cache.v, cache.rows)
-
     def writable(self) -> tuple[Tensor, Tensor]:
         self.k, self.v = self.k.clone(), self.v.clone()
         return self.k, self.v
@@ -94,9 +90,7 @@ class KVCache:
     ) -> KVCache:
         """Zeros: positions not yet written are masked, and must hold finite numbers to stay harmless.
 
-        Args:
-            by_head: whether in memory all positions of a head lie together, or all heads of a position. Shapes are the
-                same.
+        In memory all positions of a head lie together (`by_head`), or all heads of a position. Shapes are the same.
         """
 
         def zeros() -> Tensor:

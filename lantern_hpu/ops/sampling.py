@@ -132,12 +132,9 @@ def topk_tokens(probs: Tensor, count: int) -> Tensor:
 
 
 def apply_guidance(logits: Tensor, params: SamplingParams, guidance: bool) -> Tensor:
-    """Classifier-free guidance: u + s (c - u).
+    """Classifier-free guidance, u + s (c - u), from logits [R, T, V]: [B, T, V] float32.
 
-    Args:
-        logits: [R, T, V]; with guidance the first half of the rows is conditional.
-
-    Returns [B, T, V] float32.
+    With guidance the first half of the rows is conditional.
     """
     logits = logits.float()
     if not guidance:
@@ -214,10 +211,7 @@ def first_beyond(probs: Tensor, mass: Tensor, target: Tensor) -> Tensor:
     Cards sum in parallel: there the mass of a token may be less than that of the one before it, and more at one of
     probability 0, so that a search by halves may end at a token that cannot be drawn.
 
-    Args:
-        probs, mass: [..., V]. target: [...].
-
-    Returns [...] int32.
+    `probs` and `mass` are [..., V], `target` [...]. Returns [...] int32.
     """
     token, there = numbered(probs), probs > 0
     beyond = token.masked_fill(~there | (mass <= target[..., None]), len(token)).amin(-1)
@@ -241,9 +235,7 @@ def numbered(x: Tensor) -> Tensor:
 def sample(probs: Tensor, uniform: Tensor, find: Find = first_beyond) -> Tensor:
     """One token per distribution by inverse CDF: the first whose cumulative mass exceeds u.
 
-    Args:
-        probs: [..., V], need not sum to exactly 1.
-        uniform: [...] in [0, 1).
+    `probs` [..., V] need not sum to exactly 1; `uniform` [...] is in [0, 1).
 
     Returns [...] int32; a token of probability 0 only where all others have none either.
     """
@@ -256,14 +248,10 @@ def sample_in_order(probs: Tensor, uniform: Tensor) -> Tensor:
 
 
 def sample_distinct(probs: Tensor, uniform: Tensor, find: Find = first_beyond) -> Tensor:
-    """Tokens drawn one after the other without replacement, one uniform each.
+    """Tokens drawn one after the other without replacement from probs [..., V], one uniform [..., c] in [0, 1) each.
 
     As sequential draws: x_i follows the distribution restricted to what is left. Instead of a new cumulative sum for
     each draw, the target is shifted past the intervals that are gone.
-
-    Args:
-        probs: [..., V].
-        uniform: [..., c] in [0, 1).
 
     Returns [..., c] int32. Once no mass is left the tokens are arbitrary; they have probability 0 or were
     drawn before, and acceptance skips such a draft.

@@ -23,6 +23,9 @@ class DynamicTree:
     top_k: int = DRAWS
     expansions: int = 4
     drafts: int = 58
+    # What all these trees share; see `DraftTree` and `Window`
+    needs_drafter, is_chain, commit = True, False, 0
+    draws = 0  # the drafts are the most probable
 
     def __post_init__(self) -> None:
         why = ""
@@ -55,14 +58,6 @@ class DynamicTree:
         return self.top_k + self.expansions * self.top_k**2
 
     @property
-    def needs_drafter(self) -> bool:
-        return True
-
-    @property
-    def is_chain(self) -> bool:
-        return False
-
-    @property
     def size(self) -> int:
         """M, nodes with the root."""
         return self.drafts + 1
@@ -81,11 +76,6 @@ class DynamicTree:
     def widest(self) -> tuple[int, ...]:
         """[D] most children of a node at each depth."""
         return (self.top_k,) * self.depth
-
-    @property
-    def draws(self) -> int:
-        """Uniforms that drafting takes: none, the drafts are the most probable."""
-        return 0
 
     @property
     def scratch(self) -> int:

@@ -40,6 +40,7 @@ class DraftTree:
     name: str
     paths: tuple[Path, ...]
     file: str | None = field(default=None, compare=False, repr=False, kw_only=True)
+    commit = 0  # of windows alone
 
     @classmethod
     def from_paths(cls, name: str, paths: Iterable[Sequence[int]], draws: int = DRAWS) -> DraftTree:

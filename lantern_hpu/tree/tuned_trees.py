@@ -31,14 +31,10 @@ class TunedTree:
     ms_per_token: float | None = None
 
 
-def folder() -> Path:
-    return own_cache("trees")
-
-
 def file_of(situation: Situation) -> Path:
     """Where the tree of a situation is kept."""
     digest = hashlib.sha256(json.dumps(situation, sort_keys=True).encode()).hexdigest()
-    return folder() / f"{digest[:32]}.json"
+    return own_cache("trees") / f"{digest[:32]}.json"
 
 
 def tree_file(tree: DraftTree, about: dict[str, Any] | None = None) -> bytes:
@@ -50,11 +46,7 @@ def tree_file(tree: DraftTree, about: dict[str, Any] | None = None) -> bytes:
 def save_tree(situation: Situation, tuned: TunedTree) -> Path:
     """Keep a tree in place of an earlier one. -> its file"""
     file = file_of(situation)
-    about = {
-        "ar_wins": tuned.ar_wins,
-        "ms_per_token": tuned.ms_per_token,
-        "tuned_for": situation,
-    }
+    about = {"ar_wins": tuned.ar_wins, "ms_per_token": tuned.ms_per_token, "tuned_for": situation}
     write_file(file, tree_file(tuned.tree, about), force=True)
     return file
 
@@ -79,9 +71,8 @@ def find_tree(situation: Situation) -> TunedTree:
         spent = data.get("ms_per_token")
         return TunedTree(tree, bool(data["ar_wins"]), spent and float(spent))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise TreeError(
-            f"{file} is damaged", f"it lacks {error}", "delete it, and tune again"
-        ) from error
+        what, hint = f"{file} is damaged", "delete it, and tune again"
+        raise TreeError(what, f"it lacks {error}", hint) from error
 
 
 def tuned_windows(situation: Situation, methods: Iterable[str]) -> dict[str, TunedTree]:
@@ -99,7 +90,7 @@ def tuned_windows(situation: Situation, methods: Iterable[str]) -> dict[str, Tun
 
 def batch_sizes(situation: Situation) -> Iterator[int]:
     """Batch sizes that were tuned in a situation that is the same otherwise."""
-    for file in folder().glob("*.json"):
+    for file in own_cache("trees").glob("*.json"):
         try:
             other = parse_json(file.read_text())["tuned_for"]
             if other | {"batch_size": None} == situation | {"batch_size": None}:

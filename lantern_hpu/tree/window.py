@@ -43,6 +43,7 @@ class Window(DraftTree):
     rule: Rule = "jacobi"
     guess: Guess = USUAL
     commit: int = 0
+    needs_drafter = False
 
     @classmethod
     def of(
@@ -94,10 +95,6 @@ class Window(DraftTree):
         return cls.of(rule, int(width), front, guess or USUAL, final)  # type: ignore[arg-type]
 
     @property
-    def needs_drafter(self) -> bool:
-        return False
-
-    @property
     def width(self) -> int:
         """W, places that hold drafts."""
         return self.depth - max(self.commit - 1, 0)
@@ -127,11 +124,6 @@ class Window(DraftTree):
         """Uniforms of `sjd-pac`: one a sibling, and two a place that keeps its draft or draws another."""
         places = self.depth + bool(self.commit)
         return len(self.siblings) + 2 * places if self.rule == "sjd-pac" else 0
-
-    @property
-    def scratch(self) -> int:
-        """Nodes that go through a drafter."""
-        return 0
 
 
 def check_commit(width: int, front: tuple[int, int] | None, commit: int) -> None:

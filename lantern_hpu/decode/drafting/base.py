@@ -26,28 +26,19 @@ class Committed:
 
 
 class Drafting(nn.Module, ABC):
-    """Makes the trees of a step.
-
-    Attributes:
-        aux_layers: of the target, whose outputs it wants behind the last features.
-    """
+    """Makes the trees of a step; behind the last features it wants those of the target's `aux_layers`."""
 
     aux_layers: tuple[int, ...] = ()
 
     @abstractmethod
     def allocate(self, dtype: torch.dtype, device: torch.device, by_head: bool = False) -> Any:
-        """A dataclass of preallocated tensors, which becomes `DecodeState.drafting`.
-
-        Args:
-            by_head: see `KVCache.allocate`.
-        """
+        """A dataclass of preallocated tensors: `DecodeState.drafting`. For `by_head` see `KVCache.allocate`."""
 
     @abstractmethod
     def begin(self, hidden: Tensor, root: Tensor, rows: Tensor, state: DecodeState) -> None:
         """The images of `state.entry` begin, and nothing of the others may change.
 
-        Args:
-            hidden: [RA, P, F], the prefixes' features. root: [A], first tokens. rows: [RA] of the batch.
+        `hidden` [RA, P, F] are the prefixes' features, `root` [A] first tokens, `rows` [RA] those of the batch.
         """
 
     @abstractmethod
@@ -56,8 +47,7 @@ class Drafting(nn.Module, ABC):
     ) -> Iterator[tuple[str, Any]]:
         """The stages by name, and what each made; the last makes the `Drafts`.
 
-        Args:
-            length: [R] committed positions. uniform: [B, draws], this step's.
+        `length` [R] is of committed positions, `uniform` [B, draws] this step's.
         """
 
     @abstractmethod

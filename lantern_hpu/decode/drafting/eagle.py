@@ -77,11 +77,9 @@ class EagleDrafting(Drafting):
             words = entry.prefix_tokens[:, drafter.shift :][:, :width]
             position = (self.positions.arange[:width] + 1).expand(len(rows), -1)
             rope = self.positions.rope(position, entry)
-            index, mask = (
-                self.positions.entry_index(rows, width),
-                additive_mask(mask, hidden.dtype),
-            )
+            index = self.positions.entry_index(rows, width)
             cache = kept.kv_cache.written(index, len(rows)).layers[0]
+            mask = additive_mask(mask, hidden.dtype)
             drafter(words, hidden[:, :-1], rope, mask, cache, index)
         # The drafter owes the pair (feature of the last prefix position, root).
         owed = root if drafter.shift else entry.prefix_tokens[: len(root), -1]
@@ -132,14 +130,11 @@ class EagleDrafting(Drafting):
 
     def scratch(self, state: DecodeState) -> ScratchCache:
         """What the passes over this step's drafts write; the next step writes what was accepted of them."""
-        return ScratchCache.beside(state.drafting.kv_cache.layers[0])
+        return ScratchCache(**vars(state.drafting.kv_cache.layers[0]))
 
 
 def expand(probs: Tensor, scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The most probable children of each node.
-
-    Args:
-        probs: [B, w, V] float32. scores: [B, w] float32, log-probability of the path to each node.
+    """The most probable children of each node, from probs [B, w, V] and log-probabilities of the paths to them [B, w].
 
     Returns their tokens [B, w * count] int32 and scores [B, w * count].
     """
@@ -193,7 +188,10 @@ class DynamicDrafting(EagleDrafting):
             guess = gather_rows(guess, self.positions.per_row(origin))
             before, frontier = frontier, gather(new, 1, place)  # [B, k] tokens
             read = frontier if self.drafter.shift else gather(before, 1, origin)
-            guess = self.pass_on(level, read, guess, mask, cache, length, state)
+            position = (length + level + 1)[:, None].expand(-1, k)
+            index = self.positions.cache_index(length + level * k, k)
+            full = self.positions.mask(length, self.positions.per_row(mask))
+            guess = self.run(read, guess, position, full, cache, index, state)  # [R, k, H]
             parent = place + first  # numbers of the frontier, plus 1
             first = first + new.shape[1]
             probs = self.sampler(guess, state, level + 1)  # [B, k, V]
@@ -204,23 +202,6 @@ class DynamicDrafting(EagleDrafting):
             place = topk_tokens(score, k)
             origin = self.origin[place]
         return torch.cat(tokens, 1), torch.cat(scores, 1), torch.cat(parents, 1)
-
-    def pass_on(
-        self,
-        level: int,
-        tokens: Tensor,
-        features: Tensor,
-        mask: Tensor,
-        cache: ScratchCache,
-        length: Tensor,
-        state: DecodeState,
-    ) -> Tensor:
-        """The frontier through the drafter: tokens [B, k], features [R, k, H] -> guesses [R, k, H]."""
-        k = self.tree.top_k
-        position = (length + level + 1)[:, None].expand(-1, k)
-        index = self.positions.cache_index(length + level * k, k)
-        full = self.positions.mask(length, self.positions.per_row(mask))
-        return self.run(tokens, features, position, full, cache, index, state)
 
 
 class TreeLevel(nn.Module):

@@ -59,7 +59,6 @@ class WindowDrafting(Drafting):
         self.sampler, self.tables = Sampler(target, spec), StaticTables(tree)
         self.grammar = self.sampler.grammar
         self.width, self.front, self.count = tree.width, tree.front, len(tree.siblings)
-        self.keeps_noise = keeps_noise(config, tree, spec.images)
         self.place = constant(arange32(tree.width + 1))  # [W + 1]
         self.token = constant(arange32(config.vocab_size))  # [V]
         self.every = constant(arange32(config.tokens))  # [N]
@@ -73,24 +72,15 @@ class WindowDrafting(Drafting):
         self, dtype: torch.dtype, device: torch.device, by_head: bool = False
     ) -> WindowState:
         b, n, v = self.spec.images, self.config.tokens, self.config.vocab_size
-        drawn = self.tree.rule != "jacobi"
+        drawn, kept = self.tree.rule != "jacobi", keeps_noise(self.config, self.tree, b)
         return WindowState(
             torch.zeros(b, self.width, dtype=torch.int32, device=device),
             torch.zeros(b, self.width, v, device=device) if drawn else None,
             torch.zeros(b, n, ROUNDS, dtype=torch.int32, device=device),
-            torch.zeros(b * n, v, device=device) if self.keeps_noise else None,
+            torch.zeros(b * n, v, device=device) if kept else None,
         )
 
     # -- the fixed noise
-
-    def noise_of(self, place: Tensor, state: DecodeState) -> Tensor:
-        """Of image tokens [B, T]: [B, T, V]."""
-        place = place.clamp(max=self.config.tokens - 1)  # past the end nothing matters
-        kept: WindowState = state.drafting
-        if kept.noise is None:
-            return race_noise(gather_rows(kept.keys, place), self.token)
-        rows = (self.image * self.config.tokens + place).flatten()
-        return kept.noise.index_select(0, rows).unflatten(0, place.shape)
 
     def sample(self, probs: Tensor, noise: Tensor, state: DecodeState | Entry) -> Tensor:
         """One token of each distribution [B, T] by its noise, both [B, T, V]; of a greedy image the most probable."""
@@ -100,7 +90,13 @@ class WindowDrafting(Drafting):
 
     def draw(self, probs: Tensor, place: Tensor, state: DecodeState) -> Tensor:
         """One token of each distribution [B, T, V] by the fixed noise of image tokens [B, T]: [B, T]."""
-        return self.sample(probs, self.noise_of(place, state), state)
+        place = place.clamp(max=self.config.tokens - 1)  # past the end nothing matters
+        kept: WindowState = state.drafting
+        if kept.noise is None:
+            return self.sample(probs, race_noise(gather_rows(kept.keys, place), self.token), state)
+        rows = (self.image * self.config.tokens + place).flatten()
+        noise = kept.noise.index_select(0, rows).unflatten(0, place.shape)
+        return self.sample(probs, noise, state)
 
     def redraw(self, probs: Tensor, state: DecodeState) -> Tensor | None:
         """With the noise of each place, which `jacobi`'s drafts are compared with."""
@@ -192,11 +188,9 @@ class WindowDrafting(Drafting):
         return width - self.grammar.closing((state.count + 1)[:, None] + width).int()
 
     def couple(self, probs: Tensor, before: Tensor, uniform: Tensor, state: DecodeState) -> Tensor:
-        """Drafts [B, W] that follow their new distributions, and change as seldom as can be.
+        """Drafts [B, W] that follow their new distributions `probs` [B, W, V], and change as seldom as can be.
 
-        Args:
-            probs: [B, W, V]. before: [B, W] where each place was; from W on it had no draft.
-            uniform: [B, 2 W].
+        `before` [B, W] is where each place was; from W on it had no draft. `uniform` is [B, 2 W].
         """
         kept: WindowState = state.drafting
         assert kept.q is not None
