@@ -37,11 +37,9 @@ LIBRARY = Library("lantern_hpu", "FRAGMENT")
 
 
 def operator(schema: str, shaped: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
-    """Make the decorated function the operator `lantern_hpu::NAME`.
+    """Make the decorated function the operator `lantern_hpu::NAME`, whose schema is in torch's notation.
 
-    Args:
-        schema: name, arguments and results, in torch's notation.
-        shaped: the same for tensors without storage; it says what the results look like.
+    `shaped` is the same for tensors without storage; it says what the results look like.
     """
     name = schema.partition("(")[0]
 
@@ -64,9 +62,8 @@ class Memory:
 
 
 INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
-INDUCTOR_GIVEN = os.environ.get(
-    INDUCTOR_CACHE
-)  # by the user: torch sets it once its compiler is imported
+# By the user: torch sets it once its compiler is imported
+INDUCTOR_GIVEN = os.environ.get(INDUCTOR_CACHE)
 
 
 def dtype_name(dtype: torch.dtype | str) -> str:
@@ -100,8 +97,7 @@ class Pace:
     def fit(self, step: Callable[[], object], bits: Callable[[], object]) -> None:
         """Choose by trials of a real step, whose results are discarded.
 
-        Args:
-            step: always begins at the same state. bits: a digest of what it left, which differs if one bit does.
+        It always begins at the same state; `bits` is a digest of what it left, which differs if one bit does.
         """
 
     def __call__(self, step: Callable[[], Tensor]) -> Tensor:
@@ -202,11 +198,7 @@ class Backend(ABC):
     overlaps = False
 
     def __init__(self, graphs: str = "auto") -> None:  # noqa: B027 - most need not know
-        """Nothing is loaded yet.
-
-        Args:
-            graphs: the graph mode wanted; some devices read it while their software is loaded.
-        """
+        """Nothing is loaded yet; some devices read the graph mode wanted while their software is loaded."""
 
     @abstractmethod
     def available(self) -> tuple[bool, str]:
@@ -218,10 +210,9 @@ class Backend(ABC):
 
     @abstractmethod
     def memory(self, reset_peak: bool = False) -> Memory:
-        """Bytes in total, free, and at the peak.
+        """Bytes in total, free, and at the peak, which is that of the process where the device has none of its own.
 
-        Args:
-            reset_peak: begin the peak anew after this, where the device can; elsewhere it is that of the process.
+        Where the device can, the peak begins anew after this if `reset_peak`.
         """
 
     @property

@@ -65,9 +65,8 @@ def difference(got: Tensor, want: Tensor) -> float:
     if not want.is_floating_point():
         return 0.0 if torch.equal(got, want) else float("inf")
     got, want = got.double(), want.double()
-    apart = torch.where(
-        got == want, 0.0, (got - want).abs() / (1 + want.abs())
-    )  # 0 at equal infinities
+    same, apart = got == want, (got - want).abs() / (1 + want.abs())
+    apart = apart.masked_fill(same, 0.0)  # equal infinities are NaN apart
     return float(apart.nan_to_num(float("inf"), float("inf")).max()) if apart.numel() else 0.0
 
 

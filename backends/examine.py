@@ -21,23 +21,18 @@ Facts = dict[str, Any]
 
 def examine() -> Facts:
     """All devices; flags and checks come first, because asking a device loads its software."""
-    flags = flags_facts()
+    # Nothing is set, and the flags are not in force, where there is no plugin to read them
+    active = hpu_env.plugin_folder() is not None
+    environ = os.environ if active else dict(os.environ)
+    flags = attempt(lambda: asdict(hpu_env.prepare_flags(environ=environ)))
     checks = [asdict(check) for check in hpu_env.checks()]
     devices = {name: examine_device(target) for name, target in BACKENDS.items()}
     return {
         "torch": hpu_env.version_of("torch"),
         "devices": devices,
-        "gaudi": {"checks": checks, "flags": flags},
+        "gaudi": {"checks": checks, "flags": {"active": active, **flags}},
         "default": default_of(devices),
     }
-
-
-def flags_facts() -> Facts:
-    """The flags in force; `active` is false, and nothing is set, where there is no plugin to read them."""
-    active = hpu_env.plugin_folder() is not None
-    environ = os.environ if active else dict(os.environ)
-    flags = attempt(lambda: asdict(hpu_env.prepare_flags(environ=environ)))
-    return {"active": active, **flags}
 
 
 def examine_device(target: str) -> Facts:

@@ -90,8 +90,7 @@ class CUDAGraphRunner(Runner):
 def first_of(error: BaseException, handled: BaseException | None) -> BaseException:
     """What went wrong first: an error that is raised while another is handled hides it.
 
-    Args:
-        handled: is none of it, as it was being handled before.
+    What was being handled before is none of it.
     """
     while (earlier := error.__cause__ or error.__context__) not in (None, handled):
         assert earlier is not None

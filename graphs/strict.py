@@ -47,9 +47,8 @@ class Rules(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.written: dict[
-            int, Tensor
-        ] = {}  # by index: kept, so that no other storage takes its place
+        # By index: kept, so that no other storage takes its place
+        self.written: dict[int, Tensor] = {}
 
     def __torch_dispatch__(
         self,
@@ -164,19 +163,14 @@ class StrictRunner(Runner):
             self.capture()
         for name, now in self.identity().items():
             if self.recorded[name] != now:
-                raise CaptureError(
-                    f"state tensor {name!r} was replaced after capture", "write into it instead"
-                )
+                what = f"state tensor {name!r} was replaced after capture"
+                raise CaptureError(what, "write into it instead")
         if self.output is not None:
-            poison(self.output)
+            # A value that no honest result has
+            self.output.fill_(float("nan") if self.output.is_floating_point() else -1)
         result: Tensor = self.function(self.state)
         if self.output is None:
             self.output = torch.empty_like(result)
         self.output.copy_(result)
         self.stats.replays += 1
         return self.output
-
-
-def poison(tensor: Tensor) -> None:
-    """Fill with a value that no honest result has."""
-    tensor.fill_(float("nan") if tensor.is_floating_point() else -1)

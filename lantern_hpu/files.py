@@ -118,13 +118,13 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def lock_file(opened: int, shared: bool = False) -> None:
-    """Lock an open file, alone or shared, until it is closed or its process ends; not where there are no such locks."""
+def lock_file(opened: int) -> None:
+    """Lock an open file until it is closed or its process ends; not where there are no such locks."""
     try:
         import fcntl
     except ImportError:
         return
-    fcntl.flock(opened, fcntl.LOCK_SH if shared else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def check_free(paths: Iterable[Path], force: bool) -> None:

@@ -39,7 +39,9 @@ def connect(workers: int) -> Any:
             ray.init(address="auto", log_to_driver=True, logging_level=logging.ERROR)
         except ConnectionError:
             cores = max(workers, os.cpu_count() or 1)
-            stay_on_this_machine(ray)
+            # Ray listens on the loopback address, but read that when it was imported
+            if os.environ.setdefault(LOOPBACK, "0") == "0":
+                ray._private.ray_constants.ENABLE_RAY_CLUSTER = False
             hide_token()
             try:  # a node that does not start raises a plain Exception
                 quiet["_temp_dir"] = session_folder(ray)
@@ -49,12 +51,6 @@ def connect(workers: int) -> Any:
                 hint = "a machine that is less busy, or RAY_ADDRESS of a cluster that runs"
                 raise DeviceError("Ray does not start on this machine", why, hint) from error
     return ray
-
-
-def stay_on_this_machine(ray: Any) -> None:
-    """Have Ray listen on the loopback address, unless the variable is set, which Ray read when it was imported."""
-    if os.environ.setdefault(LOOPBACK, "0") == "0":
-        ray._private.ray_constants.ENABLE_RAY_CLUSTER = False
 
 
 def hide_token() -> None:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -311,7 +312,7 @@ def draw(args: argparse.Namespace) -> GenerationResult | None:
     began = time.perf_counter()
     prepare(job.device.device, job.device.graphs)
     from lantern_hpu.pipeline import LanternPipeline
-    from lantern_hpu.results.images import Keeper, save_outputs
+    from lantern_hpu.results.images import keep_image, save_outputs
     from lantern_hpu.results.progress import Bar
 
     imported = time.perf_counter() - began
@@ -339,7 +340,8 @@ def draw(args: argparse.Namespace) -> GenerationResult | None:
             return None
         missing = [requests[i] for i in left]
         show_notes(pipeline, missing)
-        keep = Keeper(left, outputs.images, args.force)
+        files = [outputs.images[i] for i in left if outputs.images]
+        keep = partial(keep_image, files, args.force) if files else None
         with closing(Bar(outputs.preview, args.preview_every)) as bar, pipeline.backend.errors():
             result = pipeline.draw(missing, setting, job.batch_size, bar, keep)
         if args.verbose:

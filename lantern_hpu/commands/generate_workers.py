@@ -6,6 +6,7 @@ import argparse
 import os
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 
 from lantern_hpu.backends import prepare
 from lantern_hpu.commands.generate import check_kept, outputs_of, read_job, show_notes
@@ -44,7 +45,7 @@ def open_job_worker(args: argparse.Namespace) -> Callable[[list[int]], int]:
     job = read_job(args)
     prepare(job.device.device, job.device.graphs)
     from lantern_hpu.pipeline import LanternPipeline
-    from lantern_hpu.results.images import Keeper, image_files
+    from lantern_hpu.results.images import image_files, keep_image
 
     pipeline = LanternPipeline.from_pretrained(
         job.model, given=job.given, size=job.size, check=job.check_model, **vars(job.device)
@@ -63,7 +64,7 @@ def open_job_worker(args: argparse.Namespace) -> Callable[[list[int]], int]:
             with pipeline.backend.errors():
                 news = [requests[i] for i in left]
                 show_notes(pipeline, news)
-                keep = Keeper(left, files, args.force)
+                keep = partial(keep_image, [files[i] for i in left], args.force)
                 pipeline.draw(news, chosen, job.slots, None, keep)
         return len(left)
 

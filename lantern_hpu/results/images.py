@@ -36,10 +36,8 @@ CONFIG_KINDS: dict[str, type | UnionType] = {
     "tree_paths": list,
     "size": list | None,
 }
-MEASURED = (
-    "decided",
-    "peak_memory_bytes",
-)  # of the environment: what another run measures otherwise
+# Of the environment: what another run measures otherwise
+MEASURED = ("decided", "peak_memory_bytes")
 REPORTED = (
     *"file prompt seed tokens steps tokens_per_step accepted_by_depth relaxed_accepts".split(),
     *"tv_sum tv_mean tv_max".split(),
@@ -150,11 +148,9 @@ class RunStats:
 
 @dataclass
 class Drawn:
-    """One image, with all that is needed to draw it again.
+    """One image, None where nothing decodes the model's tokens, with all that is needed to draw it again.
 
-    Attributes:
-        image: None where the model has nothing that decodes tokens.
-        settings: those of the run and the image's own.
+    The settings are those of the run and the image's own.
     """
 
     image: Image.Image | None
@@ -251,11 +247,7 @@ class GenerationResult:
         return iter((self.images,))
 
     def grid(self, cols: int | None = None, scale: int = 1) -> Image.Image:
-        """All images on one sheet.
-
-        Args:
-            cols: images a row; as square as can be if not given. scale: a whole number of times as large, by Lanczos.
-        """
+        """All images on one sheet, `cols` a row or as square as can be; `scale` times as large, by Lanczos."""
         pictures = self.pictures
         size = scale * pictures[0].width, scale * pictures[0].height
         return grid([one.resize(size, Image.Resampling.LANCZOS) for one in pictures], cols)
@@ -337,8 +329,7 @@ def grid(
 ) -> Image.Image:
     """All images on one sheet as square as can be, row by row, each with its caption under it, cut to its width.
 
-    Args:
-        together: so many images, of one prompt, stay in one row.
+    So many images `together`, of one prompt, stay in one row.
     """
     columns = columns or together * max(1, math.ceil(math.sqrt(len(images)) / together))
     rows = -(-len(images) // columns)
@@ -480,8 +471,7 @@ def read_saved_tokens(path: Path) -> SavedTokens:
 class Outputs:
     """The files of a run, checked before anything is drawn and written as soon as there is something to write.
 
-    Attributes:
-        images: one an image, or none if there is only a sheet.
+    Of `images` there is one an image, or none if there is only a sheet.
     """
 
     images: list[Path]
@@ -512,10 +502,9 @@ class Outputs:
         resume: bool = False,
         force: bool = False,
     ) -> Outputs:
-        """
-        Args:
-            output: a .png file or a folder. prompts: one an image, perhaps by its number.
-            resume: images that are there are kept. force: files that are there are replaced.
+        """`output` is a .png file or a folder; there is one prompt an image, perhaps by its number.
+
+        With `resume` images that are there are kept; with `force` files that are there are replaced.
         """
         images, whole = image_files(output, prompts, sheet)
         folder = folder_named(output) if previews else None
@@ -528,21 +517,10 @@ class Outputs:
         return cls(images, whole, shown, report, tokens, states)
 
 
-class Keeper:
-    """Writes each image as soon as it is there, so that an interrupted run keeps what it drew."""
-
-    def __init__(self, numbers: Sequence[int], files: Sequence[Path], force: bool) -> None:
-        """
-        Args:
-            numbers: of the images to come, among all. files: of all, or none if they are not kept one by one.
-        """
-        self.numbers, self.files, self.force = numbers, files, force
-
-    def __call__(self, index: int, drawn: Drawn) -> None:
-        if self.files:
-            file = self.files[self.numbers[index]]
-            write_file(file, drawn.png(), self.force)
-            drawn.record.file = str(file)
+def keep_image(files: Sequence[Path], force: bool, index: int, drawn: Drawn) -> None:
+    """Write an image of a run to its file as soon as it is there, so that an interrupted run keeps what it drew."""
+    write_file(files[index], drawn.png(), force)
+    drawn.record.file = str(files[index])
 
 
 def save_outputs(result: GenerationResult, outputs: Outputs, together: int, force: bool) -> None:

@@ -29,11 +29,7 @@ def readable(value: Any) -> str:
 
 
 def render_page(template: str, **values: Any) -> str:
-    """A page.
-
-    Args:
-        template: file in `assets`; values in `.html` are escaped.
-    """
+    """A page from a template, a file in `assets`; values in `.html` are escaped."""
     with needing("jinja2", "it lays out the page", "compare"):
         from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
     environment = Environment(

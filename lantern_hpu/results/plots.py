@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
-    from matplotlib.patheffects import AbstractPathEffect
     from matplotlib.text import Annotation
 
 STYLE = ASSETS / "plots.mplstyle"
@@ -28,11 +27,7 @@ OFFSETS = [(side * 4, up) for up in (4, -10, 12, -18, 20, -26) for side in (1, -
 
 @contextmanager
 def in_style(extra: str) -> Iterator[None]:
-    """The style, for what is drawn and saved inside.
-
-    Args:
-        extra: of the package, that brings matplotlib.
-    """
+    """The style, for what is drawn and saved inside; `extra` is that of the package which brings matplotlib."""
     with needing("matplotlib", "it draws the plots", extra):
         import matplotlib.figure  # noqa: F401
         from matplotlib import style
@@ -43,11 +38,7 @@ def in_style(extra: str) -> Iterator[None]:
 def panels(
     width: float, height: float, columns: int = 1, rows: int = 1, sharey: bool = True
 ) -> tuple[Figure, list[Axes]]:
-    """A figure with panels row by row; sizes in inches.
-
-    Args:
-        sharey: one vertical scale for all of them.
-    """
+    """A figure with panels row by row, with one vertical scale for all of them if `sharey`; sizes in inches."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -63,17 +54,13 @@ def legend_under(figure: Figure, axes: Axes, columns: int) -> None:
 def label_point(axes: Axes, text: str, spot: tuple[float, float], color: str) -> None:
     """Name a point, beside it and in its colour; `saved` moves what would overlap."""
     if text:
+        from matplotlib.patheffects import withStroke
+
         note = axes.annotate(text, spot, OFFSETS[0], textcoords="offset points", fontsize=7.5)
-        note.set(color=color, path_effects=halo())
+        halo = withStroke(linewidth=2, foreground="white")  # letters can be read on lines
+        note.set(color=color, path_effects=[halo])
         note.set_gid(LABEL)
         note.set_in_layout(False)
-
-
-def halo() -> list[AbstractPathEffect]:
-    """White around letters, which then can be read on lines."""
-    from matplotlib.patheffects import withStroke
-
-    return [withStroke(linewidth=2, foreground="white")]
 
 
 def set_apart(figure: Figure) -> None:
@@ -139,9 +126,7 @@ def saved(figure: Figure, suffix: str) -> bytes:
     """A `png` or `svg` file, without the date and the program that would make two differ."""
     if figure.get_layout_engine() is not None:
         figure.draw_without_rendering()
-        figure.set_layout_engine(
-            "none"
-        )  # laid out once, not at each of the draws that saving takes
+        figure.set_layout_engine("none")  # laid out once, not at each draw of saving
     set_apart(figure)
     dated = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}
     file = io.BytesIO()

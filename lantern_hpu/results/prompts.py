@@ -84,11 +84,7 @@ def once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def texts_in(data: Any, where: str, within: bool = False) -> Iterator[str]:
-    """The texts that a value of JSON means.
-
-    Args:
-        where: the value is, for messages. within: whether it is an entry of a list already.
-    """
+    """The texts that a value of JSON means; `where` it is, for messages, and whether it is within a list already."""
     if isinstance(data, str):
         yield data
     elif isinstance(data, list) and not within:
@@ -129,12 +125,8 @@ def of_table(text: str, marks: str) -> list[str]:
 
 def rows_of(text: str, mark: str) -> list[list[str]]:
     """The cells of each row that is not an empty line."""
-    cell, rows, row, at = (
-        re.compile(CELL.format(mark=re.escape(mark))),
-        list[list[str]](),
-        list[str](),
-        0,
-    )
+    cell = re.compile(CELL.format(mark=re.escape(mark)))
+    rows, row, at = list[list[str]](), list[str](), 0
     while at <= len(text):
         found = cell.match(text, at)
         assert found is not None  # any cell may be empty

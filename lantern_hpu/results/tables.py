@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from textwrap import wrap
+from textwrap import TextWrapper
 from typing import Any, NamedTuple
 
 # What measurements draw
@@ -28,27 +28,21 @@ WIDTH = 100
 Columns = Mapping[str, Callable[[Any], str]]  # by their heads, what each shows of a row
 
 
-def aligned(rows: Sequence[Sequence[str]], gap: int = 2) -> str:
+def aligned(rows: Sequence[Sequence[str]]) -> str:
     """Rows of cells with each column as wide as its widest cell."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     lines = [
-        (" " * gap).join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
         for row in rows
     ]
     return "\n".join(line.rstrip() for line in lines)
 
 
-def paragraph(name: str, text: str, indent: int = 14) -> list[str]:
+def paragraph(name: str, text: str) -> list[str]:
     """A name and its text, wrapped under itself; nothing where there is no text."""
-    first = f"  {name:<{indent - 2}}"
-    return wrap(
-        text,
-        WIDTH,
-        initial_indent=first,
-        subsequent_indent=" " * indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    wrapper = TextWrapper(WIDTH, break_long_words=False, break_on_hyphens=False)
+    wrapper.initial_indent, wrapper.subsequent_indent = f"  {name:<12}", " " * 14
+    return wrapper.wrap(text)
 
 
 def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
