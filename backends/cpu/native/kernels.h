@@ -158,7 +158,7 @@ static void NAME(multiply)(const INPUT *x, int64_t rows, const Matrix *matrix, c
                 const WEIGHT *w = (const WEIGHT *)matrix->weight + (panel * in + k * INPUTS) * PANEL;
                 for (int64_t t = 0, tiles = (some + TILE - 1) / TILE; t < tiles; t++) {
                     int64_t row = first + some * t / tiles, bytes = (STEP + tiles - 1) / tiles;
-                    const char *next = (const char *)w + (tiles == 1 ? 16 * STEP : STEPS * (STEP + t * bytes));
+                    const char *next = (const char *)w + (tiles == 1 ? NEAR / 4 : STEPS * (STEP + t * bytes));
                     switch (first + some * (t + 1) / tiles - row) {
                         TILE_OF(1) TILE_OF(2) TILE_OF(3) TILE_OF(4) TILE_OF(5) TILE_OF(6)
                     }
