@@ -39,14 +39,12 @@ def rope_table(config: TransformerConfig, positions: int) -> Tensor:
     half = config.head_dim // 2
     steps = torch.arange(0, half, 2, dtype=torch.float64)[: half // 2]
     frequency = config.rope_base ** (-steps / half)
-    rows, columns = config.grid
-    row = torch.arange(rows, dtype=torch.float64).repeat_interleave(columns)
-    column = torch.arange(columns, dtype=torch.float64).repeat(rows)
-    angles = torch.cat([row[:, None] * frequency, column[:, None] * frequency], 1)  # [N, half]
+    place = torch.cartesian_prod(*map(torch.arange, config.grid))  # [N, 2], row and column
+    angles = (place[..., None] * frequency).flatten(1)  # [N, half]
     table = torch.zeros(positions, 2, half)
     end = min(positions, config.prefix + config.tokens)
-    table[config.prefix : end, 0] = angles.cos().float()[: end - config.prefix]
-    table[config.prefix : end, 1] = angles.sin().float()[: end - config.prefix]
+    codes = torch.stack([angles.cos(), angles.sin()], 1).float()
+    table[config.prefix : end] = codes[: end - config.prefix]
     if config.rope_prefix == "identity":
         table[: config.prefix, 0] = 1.0
     return table
@@ -267,9 +265,8 @@ class Target(nn.Module):
     def __init__(self, config: TransformerConfig, kernels: Kernels = PLAIN) -> None:
         super().__init__()
         self.config, self.kernels = config, kernels
-        self.decoder: Any = (
-            None  # a device's own form of the layers and the norm, with the arguments of `forward`
-        )
+        # A device's own form of the layers and the norm, with the arguments of `forward`
+        self.decoder: Any = None
         self.embed: Any = (  # a table, or a narrow one and what widens it
             nn.Embedding(config.embed_rows or config.vocab_size, config.dim)
             if config.code_dim is None

@@ -255,9 +255,7 @@ def target_in(folder: Path) -> Path | None:
         return folder
     others = {path for names in BESIDE.values() for name in names for path in folder.glob(name)}
     left = [file for file in weights_files(folder) if file not in others]
-    files = list(
-        {tuple(series_of(file)) or file: file for file in left}.values()
-    )  # one of a series
+    files = [*{tuple(series_of(file)) or file: file for file in left}.values()]  # one of a series
     if len(files) > 1:
         names = ", ".join(file.name for file in files)
         raise WeightsError(f"{folder} holds several models", names, f"--model {files[0]}")

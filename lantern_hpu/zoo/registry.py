@@ -87,9 +87,8 @@ class KnownModel:
     sampling: Mapping[str, float]  # published: cfg_scale, temperature, top_k, top_p
     parts: Mapping[str, Part]
     note: str = ""
-    repo: str = (
-        ""  # of its target, where it was asked for by that and the name stands for another one
-    )
+    # Of its target, where it was asked for by that and the name stands for another one
+    repo: str = ""
 
     @property
     def image_size(self) -> int:

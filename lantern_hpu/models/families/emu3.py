@@ -11,7 +11,7 @@ import math
 from typing import Any
 
 from lantern_hpu.methods.request import Sampling
-from lantern_hpu.models.config import ConditionConfig, TransformerConfig
+from lantern_hpu.models.config import ConditionConfig
 from lantern_hpu.models.families.base import Family, Published, llama_config, llama_recipe
 from lantern_hpu.models.files.checkpoint import Checkpoint
 from lantern_hpu.models.files.names import Parts
@@ -37,10 +37,12 @@ def is_emu3(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> bool
     return named.shapes.get("model.embed_tokens.weight", (0,))[0] == TOKENS
 
 
-def emu3_config(checkpoint: Checkpoint, about: dict[str, Any]) -> TransformerConfig:
+def read_emu3(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> Published:
+    named = checkpoint.rewritten(NAMES)
+    network = named.only(lambda name: not name.startswith(TOKENIZER))
     side = round(math.sqrt(int(about.get("image_area", AREA))) / PIXELS)
-    return llama_config(
-        checkpoint,
+    config = llama_config(
+        network,
         about.get("text_config") or about,
         "model.",
         HEAD,
@@ -51,12 +53,7 @@ def emu3_config(checkpoint: Checkpoint, about: dict[str, Any]) -> TransformerCon
         row_ends=True,
         code_pixels=PIXELS,
     )
-
-
-def read_emu3(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> Published:
-    named = checkpoint.rewritten(NAMES)
-    network = named.only(lambda name: not name.startswith(TOKENIZER))
-    config, inside = emu3_config(network, about), named.under(TOKENIZER)
+    inside = named.under(TOKENIZER)
     recipe = llama_recipe(config, "model.", Emu3Frame.order)
     tokenizer = inside if inside.shapes else None
     condition = ConditionConfig("tokens", frame="emu3")

@@ -10,7 +10,7 @@ from typing import Any
 
 from lantern_hpu.errors import OptionError
 from lantern_hpu.methods.request import Sampling
-from lantern_hpu.models.config import ConditionConfig, TransformerConfig
+from lantern_hpu.models.config import ConditionConfig
 from lantern_hpu.models.families.base import Family, Published, llama_config, llama_recipe
 from lantern_hpu.models.files.checkpoint import Checkpoint
 from lantern_hpu.models.files.names import CODE_PIXELS, Parts
@@ -27,14 +27,13 @@ def is_simplear(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> 
     return BIAS in checkpoint and checkpoint.shapes.get(EMBED, (0,))[0] == TOKENS
 
 
-def simplear_config(
-    checkpoint: Checkpoint, about: dict[str, Any], size: int | None
-) -> TransformerConfig:
+def read_simplear(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> Published:
+    size = parts.image_size
     if size not in (None, *SIZES):
         why = "SimpleAR was trained for 512 and 1024"
         raise OptionError(f"no SimpleAR draws {size} pixels", why, "--image-size 512 or 1024")
     side = (size or SIZES[0]) // CODE_PIXELS
-    return llama_config(
+    config = llama_config(
         checkpoint,
         about,
         "model.",
@@ -45,10 +44,6 @@ def simplear_config(
         rope_base=1e6,
         qkv_bias=True,
     )
-
-
-def read_simplear(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> Published:
-    config = simplear_config(checkpoint, about, parts.image_size)
     head = "lm_head.weight" if "lm_head.weight" in checkpoint else EMBED  # tied
     recipe = llama_recipe(config, "model.", SimpleArFrame.order, head)
     condition = ConditionConfig("tokens", frame="simplear")

@@ -40,9 +40,8 @@ class Parts:
     pixels: Path | None = None  # a pipeline of diffusers that makes pictures of tokens
     image_size: int | None = None
     sampling: dict[str, Any] | None = None
-    spared: tuple[
-        str, ...
-    ] = ()  # parts that may be missing: `vq` for tokens alone, `text` where no prompt is read
+    # Parts that may be missing: `vq` for tokens alone, `text` where no prompt is read
+    spared: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

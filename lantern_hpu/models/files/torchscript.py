@@ -14,16 +14,6 @@ from torch import Tensor
 
 from lantern_hpu.errors import WeightsError
 
-DTYPES = {
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "DoubleStorage": torch.float64,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "BoolStorage": torch.bool,
-}
-
 
 class Inert:
     """What stands for every class and function that the file names: it keeps a state and does nothing."""
@@ -52,7 +42,9 @@ class TensorReader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
             return rebuild
-        return DTYPES[name] if module == "torch" and name in DTYPES else Inert
+        # `torch.HalfStorage` is of `torch.half`; of what a name leads to nothing else is used
+        dtype = getattr(torch, name.removesuffix("Storage").lower(), None)
+        return dtype if module == "torch" and isinstance(dtype, torch.dtype) else Inert
 
     def persistent_load(self, pid: Any) -> Tensor:
         _, dtype, key, *_ = pid

@@ -118,20 +118,13 @@ class Frame:
         words = self.words(self.negative if negative is None else negative)
         return [*self.before, *words[: self.room], *self.after]
 
-    def note(self, prompt: str) -> str | None:
-        """What is cut of a prompt."""
-        more = len(self.words(self.text(prompt))) - self.room
+    def notes(self, prompt: str, negative: bool = False) -> list[str]:
+        """What is cut of a prompt, or of a negative one, which is not framed."""
+        more = len(self.words(prompt if negative else self.text(prompt))) - self.room
         if more <= 0:
-            return None
-        count = len(self.words(prompt))
-        return f"the prompt has {count} tokens; those past {count - more} are left out"
-
-    def negative_note(self, negative: str) -> str | None:
-        """What is cut of a negative prompt."""
-        count = len(self.words(negative))
-        if count <= self.room:
-            return None
-        return f"the negative prompt has {count} tokens; those past {self.room} are left out"
+            return []
+        count, kind = len(self.words(prompt)), "negative prompt" if negative else "prompt"
+        return [f"the {kind} has {count} tokens; those past {count - more} are left out"]
 
 
 class AnoleFrame(Frame):
@@ -345,8 +338,8 @@ class GlmImageFrame(Frame):
         """What `--cfg-scale` subtracts; the authors draw without guidance."""
         return list(self.after)
 
-    def note(self, prompt: str) -> str | None:
-        return None
+    def notes(self, prompt: str, negative: bool = False) -> list[str]:
+        return []
 
 
 FRAMES: dict[str, type[Frame]] = {

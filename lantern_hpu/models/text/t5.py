@@ -29,7 +29,7 @@ CACHED = 1024  # prompts whose features stay on the host, at most 0.5 GB for fla
 TAGS = 32  # a caption with more is no markup, and the parser's time grows with their square
 LONG_RUN = re.compile(
     r"(\S{256})(?=\S)|(\s{64})\s+"
-)  # the time of some rules grows so with a run's length
+)  # the time of some rules grows with its length
 HINT = "download all files of google/flan-t5-xl into one folder"
 TOKENIZERS = ("tokenizer.json", "spiece.model")
 

@@ -146,13 +146,11 @@ class TokenConditioner(Conditioner):
         return [*self.frame.ids(self.plain(prompt)), *drawn]
 
     def notes(self, prompt: str) -> list[str]:
-        note = self.frame.note(self.plain(prompt))
-        return [note] if note else []
+        return self.frame.notes(self.plain(prompt))
 
     def negative_notes(self, negative: str) -> list[str]:
         """The same of a negative prompt."""
-        note = self.frame.negative_note(self.plain(negative))
-        return [note] if note else []
+        return self.frame.notes(self.plain(negative), negative=True)
 
     def parts(self) -> dict[str, nn.Module]:
         return {"words": self.word_table} if self.word_table is not None else {}
