@@ -28,6 +28,7 @@ from lantern_hpu.ops.buffers import ToDevice, to_device
 from lantern_hpu.ops.kernels import PLAIN, Kernels
 
 CACHED_NEIGHBOURS = 1024  # neighbours kept in the cache: no published setting uses more than 1000
+COMPARED = 1024  # codes compared with all others at a time
 ROUNDED = 0.01  # of a code's length: how far distances by a float32 product of matrices may be off
 CHECKED_ROWS = 16  # rows of a published table that are compared with the codebook
 
@@ -143,16 +144,13 @@ class ImageModel:
             return self.codes - 1
         return open_table(self.neighbour_table).shape[1]
 
+    @torch.no_grad()
     def code_tables(self, neighbours: int, ranks: int) -> tuple[Tensor | None, Tensor | None]:
-        """What a relaxed step knows of the codes: the `nearest` and the `token_rows`, each if it needs them."""
+        """What a relaxed step knows of the codes: the `nearest`, and what the target reads of each token, [V, H] in
+        its number format; each if it needs them."""
+        tokens = torch.arange(self.vocabulary, device=self.target.device)
         table = self.nearest(neighbours) if neighbours else None
-        return table, self.token_rows if ranks else None
-
-    @property
-    def token_rows(self) -> Tensor:
-        """What the target reads of each token: [V, H] in its number format."""
-        with torch.no_grad():
-            return self.target.embed(torch.arange(self.vocabulary, device=self.target.device))
+        return table, self.target.embed(tokens) if ranks else None
 
     @property
     def code_vectors(self) -> Tensor:
@@ -195,7 +193,7 @@ def quantize_target(target: Target, kind: str) -> None:
     quantize_(target.layers, Int8WeightOnlyConfig())
 
 
-def nearest_codes(codebook: Tensor, k: int, chunk: int = 1024) -> Tensor:
+def nearest_codes(codebook: Tensor, k: int) -> Tensor:
     """The k nearest other codes of each code, by L2 distance of the raw rows, nearest first.
 
     Distances are computed in float64 and equal ones ordered by code, so that every device gets the same table.
@@ -207,11 +205,8 @@ def nearest_codes(codebook: Tensor, k: int, chunk: int = 1024) -> Tensor:
         why = f"a codebook of {size} allows 1 to {size - 1}"
         raise OptionError(f"{k} neighbours were asked for", why)
     rows = codebook.detach().cpu().double()
-    result = []
-    for start in range(0, size, chunk):
-        distance = code_distances(rows, torch.arange(start, min(start + chunk, size)))
-        result.append(distance.sort(dim=-1, stable=True).indices[:, :k])
-    return torch.cat(result).int()
+    parts = (code_distances(rows, part) for part in torch.arange(size).split(COMPARED))
+    return torch.cat([part.sort(dim=-1, stable=True).indices[:, :k] for part in parts]).int()
 
 
 def code_distances(codebook: Tensor, index: Tensor) -> Tensor:

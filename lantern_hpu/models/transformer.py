@@ -143,11 +143,8 @@ class SelfAttention(nn.Module):
         rows = (self.heads + 2 * self.kv) * self.head_dim
         self.qkv = nn.Linear(config.dim, rows, bias=config.qkv_bias)
         self.out = nn.Linear(self.heads * self.head_dim, config.dim, bias=False)
-        if config.qk_norm:
-            self.q_norm: nn.Module = HeadNorm(self.heads, self.head_dim)
-            self.k_norm: nn.Module = HeadNorm(self.kv, self.head_dim)
-        else:
-            self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
+        norm: Any = partial(HeadNorm, head_dim=self.head_dim) if config.qk_norm else nn.Identity
+        self.q_norm, self.k_norm = norm(self.heads), norm(self.kv)
 
     def forward(
         self,
@@ -205,11 +202,8 @@ class Block(nn.Module):
         self.ffn_norm = RMSNorm(config, kernels)
         self.ffn = FeedForward(config, kernels)
         self.word_ffn = FeedForward(config, kernels) if words_apart else None
-        if config.sandwich_norms:
-            self.attention_post_norm: nn.Module = RMSNorm(config, kernels)
-            self.ffn_post_norm: nn.Module = RMSNorm(config, kernels)
-        else:
-            self.attention_post_norm, self.ffn_post_norm = nn.Identity(), nn.Identity()
+        post: Any = partial(RMSNorm, config, kernels) if config.sandwich_norms else nn.Identity
+        self.attention_post_norm, self.ffn_post_norm = post(), post()
 
     def forward(
         self,
@@ -231,7 +225,7 @@ class Block(nn.Module):
 
     def last_scales(self) -> tuple[Tensor, Tensor]:
         """The last weights that attention and SwiGLU pass; where they are zero, the block adds nothing."""
-        norms: tuple[Any, Any] = (self.attention_post_norm, self.ffn_post_norm)
+        norms = self.attention_post_norm, self.ffn_post_norm
         last = norms if isinstance(norms[0], RMSNorm) else (self.attention.out, self.ffn.down)
         return last[0].weight, last[1].weight
 

@@ -39,21 +39,20 @@ def open_vq(checkpoint: Checkpoint, normalised: bool) -> tuple[VQConfig, Stored]
     Args:
         normalised: whether codes are used at length 1, as LlamaGen's are.
     """
-    if "decoder.mid.block_1.norm1.conv_y.weight" in checkpoint:
-        checkpoint = of_emu3(checkpoint)
-    checkpoint = checkpoint.within("model.", "vqmodel.", "vq_model.")
-    if "decoder.middle_block.block_1.conv1.weight" in checkpoint:
-        return open_video_vq(checkpoint)
-    if "decoder.conv_in.0.conv3d.weight" in checkpoint:
-        return open_cosmos(checkpoint)
-    if any(".mid.block_1." in name for name in checkpoint.shapes):
-        checkpoint = of_taming(checkpoint)
-    if "decoder.conv_in.weight" not in checkpoint:
-        why = "it has no decoder, so codes cannot become pictures"
-        what = f"{checkpoint.path} is not a whole VQ tokenizer"
-        raise WeightsError(what, why, "--vq with a whole one")
-
     with reported_as(f"{checkpoint.path} does not describe a model"):
+        if "decoder.mid.block_1.norm1.conv_y.weight" in checkpoint:
+            checkpoint = of_emu3(checkpoint)
+        checkpoint = checkpoint.within("model.", "vqmodel.", "vq_model.")
+        if "decoder.middle_block.block_1.conv1.weight" in checkpoint:
+            return open_video_vq(checkpoint)
+        if "decoder.conv_in.0.conv3d.weight" in checkpoint:
+            return open_cosmos(checkpoint)
+        if any(".mid.block_1." in name for name in checkpoint.shapes):
+            checkpoint = of_taming(checkpoint)
+        if "decoder.conv_in.weight" not in checkpoint:
+            why = "it has no decoder, so codes cannot become pictures"
+            what = f"{checkpoint.path} is not a whole VQ tokenizer"
+            raise WeightsError(what, why, "--vq with a whole one")
         levels = checkpoint.count("encoder.conv_blocks.")
         config = sizes_of(
             checkpoint,
@@ -64,7 +63,7 @@ def open_vq(checkpoint: Checkpoint, normalised: bool) -> tuple[VQConfig, Stored]
             normalize_codebook=normalised,
             attention=f"encoder.conv_blocks.{levels - 1}.attn.0.norm.weight" in checkpoint,
         )
-    return config, Stored(checkpoint, ignored=TRAINING_ONLY)
+        return config, Stored(checkpoint, ignored=TRAINING_ONLY)
 
 
 def sizes_of(
@@ -78,49 +77,46 @@ def sizes_of(
 
 def open_video_vq(checkpoint: Checkpoint) -> tuple[VQConfig, Stored]:
     """Emu3's and MoVQGAN, which lacks time; the encoder is left aside."""
-    with reported_as(f"{checkpoint.path} does not describe a model"):
-        levels = checkpoint.count("decoder.up_block.up.")
-        blocks = [f"decoder.up_block.up.{i}.block.0.conv2.weight" for i in range(levels)]
-        config = sizes_of(
-            checkpoint,
-            checkpoint.shapes[blocks[0]][0],
-            blocks,
-            res_blocks=checkpoint.count("decoder.up_block.up.0.block.") - 1,
-            z_channels=checkpoint.shapes["decoder.conv_in.weight"][1],
-            normalize_codebook=False,
-            attention=f"decoder.up_block.up.{levels - 1}.attn.0.q_proj.weight" in checkpoint,
-            kind="video" if checkpoint.count("decoder.time_conv.") else "movq",
-        )
+    levels = checkpoint.count("decoder.up_block.up.")
+    blocks = [f"decoder.up_block.up.{i}.block.0.conv2.weight" for i in range(levels)]
+    config = sizes_of(
+        checkpoint,
+        checkpoint.shapes[blocks[0]][0],
+        blocks,
+        res_blocks=checkpoint.count("decoder.up_block.up.0.block.") - 1,
+        z_channels=checkpoint.shapes["decoder.conv_in.weight"][1],
+        normalize_codebook=False,
+        attention=f"decoder.up_block.up.{levels - 1}.attn.0.q_proj.weight" in checkpoint,
+        kind="video" if checkpoint.count("decoder.time_conv.") else "movq",
+    )
     return config, Stored(checkpoint, ignored=(*ENCODING_ONLY, *TRAINING_ONLY))
 
 
 def open_cosmos(checkpoint: Checkpoint) -> tuple[VQConfig, Stored]:
     """NVIDIA's Cosmos for one frame: the taps of each convolution over time are summed, the codes computed."""
-
     named = checkpoint.rewritten([(r"\.norm\.(weight|bias)$", r".\1"), (r"\.conv3d\.", ".")])
     flat = Checkpoint(
         named.path,
         {name: s[:2] + s[3:] if len(s) == 5 else s for name, s in named.shapes.items()},
         lambda name: t.sum(2) if (t := named.read(name)).dim() == 5 else t,
     ).beside("quantize.embedding.weight", fsq_table(FSQ))
-    with reported_as(f"{checkpoint.path} does not describe a model"):
-        levels = flat.count("decoder.up.")
-        norms = [f"decoder.up.{i}.block.0.norm2.weight" for i in range(levels)]
-        finest = flat.shapes[norms[0]][0]
-        z, code_dim = flat.shapes["post_quant_conv.weight"][:2]
-        if finest % 2 or code_dim != len(FSQ):
-            raise ValueError(f"it has {finest} channels, codes of {code_dim} digits")
-        config = sizes_of(
-            flat,
-            finest // 2,
-            norms,
-            res_blocks=flat.count("decoder.up.0.block.") - 1,
-            z_channels=z,
-            groups=1,
-            normalize_codebook=False,
-            attention=False,
-            kind="cosmos",
-        )
+    levels = flat.count("decoder.up.")
+    norms = [f"decoder.up.{i}.block.0.norm2.weight" for i in range(levels)]
+    finest = flat.shapes[norms[0]][0]
+    z, code_dim = flat.shapes["post_quant_conv.weight"][:2]
+    if finest % 2 or code_dim != len(FSQ):
+        raise ValueError(f"it has {finest} channels, codes of {code_dim} digits")
+    config = sizes_of(
+        flat,
+        finest // 2,
+        norms,
+        res_blocks=flat.count("decoder.up.0.block.") - 1,
+        z_channels=z,
+        groups=1,
+        normalize_codebook=False,
+        attention=False,
+        kind="cosmos",
+    )
     ignored = ("inv_quant.", "unpatcher3d.", "mid.attn_1.1.q.", "mid.attn_1.1.k.")
     unused = (f"decoder.up.{i}.upsample.conv1." for i in range(1, levels) if i != levels - 2)
     return config, Stored(flat, ignored=(*ignored, *unused))
