@@ -40,18 +40,13 @@ LARGE_PARAMETERS = 10**8  # of the target
 
 @dataclass(frozen=True, kw_only=True)
 class BenchRequest:
-    """The options of a run.
-
-    Attributes:
-        settings: one a row of each graph mode and batch size.
-        by_name: whether the graph modes were asked for, or are the usual ones.
-    """
+    """The options of a run."""
 
     model: str = option("builtin", "`builtin`, a known model, a Hub id or a model folder")
     options: DeviceOptions = field(default_factory=DeviceOptions)
-    settings: list[Setting]
+    settings: list[Setting]  # one a row of each graph mode and batch size
     modes: list[str]
-    by_name: bool = True
+    by_name: bool = True  # whether the graph modes were asked for, or are the usual ones
     batches: list[int]
     images: int = option(
         8,

@@ -173,14 +173,8 @@ def keys_of(runs: Sequence[Run]) -> list[Key]:
 
     def order(key: Key) -> tuple[Any, ...]:
         mode = modes.get(key.graphs, 2), key.graphs
-        return (
-            key.dtype,
-            key.batch,
-            *mode,
-            methods.index(key.method),
-            in_numbers(key.tree),
-            key.setting,
-        )
+        line = methods.index(key.method), in_numbers(key.tree), key.setting
+        return key.dtype, key.batch, *mode, *line
 
     return sorted(result, key=order)
 

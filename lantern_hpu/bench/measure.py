@@ -60,16 +60,12 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 class Rates(NamedTuple):
-    """What a device can do in one number format: bytes a second, operations a second.
+    """What a device can do in one number format."""
 
-    Attributes:
-        weight_bytes: of a number in a matrix, where it is not kept in that format.
-    """
-
-    bandwidth: float
-    rate: float
+    bandwidth: float  # bytes a second
+    rate: float  # operations a second
     number_bytes: int = 2  # of the format: bfloat16
-    weight_bytes: int | None = None
+    weight_bytes: int | None = None  # of a number in a matrix, where it is not kept in that format
 
 
 class Pass(NamedTuple):
@@ -122,11 +118,7 @@ def sizes(model: ModelConfig, guidance: bool, number_bytes: int) -> dict[str, in
         "body": config.layers * config.block_parameters(),
         "head": config.head_parameters,
         "drafter": model.drafter.own_parameters(config) if model.drafter else 0,
-        "layers": config.layers,
-        "width": config.width,
-        "kv_width": config.kv_width,
-        "prefix": config.prefix,
-        "tokens": config.tokens,
+        **{name: getattr(config, name) for name in "layers width kv_width prefix tokens".split()},
         "rows_per_image": 2 if guidance else 1,
         "number_bytes": number_bytes,
     }

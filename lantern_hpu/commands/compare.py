@@ -33,10 +33,8 @@ class CompareRequest:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        "lantern-hpu compare",
-        description="Compare benchmark reports: a table (Markdown) and a chart (PNG).",
-    )
+    about = "Compare benchmark reports: a table (Markdown) and a chart (PNG)."
+    parser = Parser("lantern-hpu compare", description=about)
     add_fields(parser, CompareRequest)
     return parser
 

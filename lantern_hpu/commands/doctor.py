@@ -23,13 +23,10 @@ from lantern_hpu.results.tables import aligned
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        "lantern-hpu doctor",
-        description="Show the devices and packages of this machine, and what is wrong with them.",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print everything as JSON, for a bug report"
-    )
+    about = "Show the devices and packages of this machine, and what is wrong with them."
+    parser = Parser("lantern-hpu doctor", description=about)
+    what = "print everything as JSON, for a bug report"
+    parser.add_argument("--json", action="store_true", help=what)
     return parser
 
 

@@ -23,11 +23,9 @@ INTERRUPTED = 130  # what a shell returns for it
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        "lantern-hpu download",
-        description="Download a known model from the Hugging Face Hub.",
-        epilog="lantern-hpu models lists the known models.",
-    )
+    about = "Download a known model from the Hugging Face Hub."
+    more = "lantern-hpu models lists the known models."
+    parser = Parser("lantern-hpu download", description=about, epilog=more)
     add = parser.add_argument
     add("name", metavar="NAME", help="a known model, or the Hub id of its target")
     only = "download only these parts: target, drafter, vq, ..."

@@ -109,30 +109,22 @@ def add_where(group: argparse._ArgumentGroup) -> None:
 
 @dataclass(frozen=True)
 class GenerateJob:
-    """What to draw, with what; all of it checked as far as it can be without the model.
+    """What to draw, with what; all of it checked as far as it can be without the model."""
 
-    Attributes:
-        prompts: one an image, by its number. labels: whether some are class labels.
-        setting: as asked for; resolved once the model is loaded.
-        sampling: what is given in place of the model's own.
-        png, known: an image to draw again, and its settings.
-        tokens, states: what is saved, of which pictures can be made later.
-    """
-
-    prompts: dict[int, str]
+    prompts: dict[int, str]  # one an image, by its number
     seed: int
     model: str
     given: Given
     device: DeviceOptions
     batch_size: int | None = None
-    labels: bool = False
+    labels: bool = False  # whether some prompts are class labels
     negative: str | None = None
     size: tuple[int, int] | None = None
-    setting: Setting = field(default_factory=Setting)
-    sampling: dict[str, Any] = field(default_factory=dict)
-    png: Path | None = None
-    known: dict[str, Any] | None = None
-    tokens: bool = False  # whether those are enough, or
+    setting: Setting = field(default_factory=Setting)  # resolved once the model is loaded
+    sampling: dict[str, Any] = field(default_factory=dict)  # given in place of the model's own
+    png: Path | None = None  # an image to draw again,
+    known: dict[str, Any] | None = None  # and its settings
+    tokens: bool = False  # whether those are enough, of which pictures can be made later, or
     states: bool = False  # hidden states
 
     def __post_init__(self) -> None:

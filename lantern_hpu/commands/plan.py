@@ -30,10 +30,8 @@ from lantern_hpu.serve.options import DEFAULT, ServeOptions, names
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        "lantern-hpu plan",
-        description="Show how much memory generation with a model needs, without loading it.",
-    )
+    about = "Show how much memory generation with a model needs, without loading it."
+    parser = Parser("lantern-hpu plan", description=about)
     add = parser.add_argument
     add("name", metavar="NAME", help="model name, Hub id, folder or weights file")
     add("--device", default="auto", help="auto, a device, or DEVICE:24GB (auto)")

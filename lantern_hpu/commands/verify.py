@@ -23,10 +23,10 @@ from lantern_hpu.verify.stages import VerifyRequest, resumed, verify
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        "lantern-hpu verify",
-        description="Check a device: kernels, graph capture, memory and speed. Writes one report and one page.",
+    about = (
+        "Check a device: kernels, graph capture, memory and speed. Writes one report and one page."
     )
+    parser = Parser("lantern-hpu verify", description=about)
     add_fields(parser, VerifyRequest)
     return parser
 

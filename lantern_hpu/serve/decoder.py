@@ -259,7 +259,8 @@ class DecodeThread:
         event = ApiError(503, "the server stopped")
         try:
             with self.held, self.pipeline.backend.errors(), torch.no_grad():
-                self.share()
+                if (backend := self.pipeline.backend).overlaps:  # text and pixels beside the steps
+                    self.text.inside, self.pixels.inside = backend.beside(), backend.beside()
                 self.capture()
                 self.ready = True
                 while not self.stopping:
@@ -275,12 +276,6 @@ class DecodeThread:
             for lane in self.all_lanes():
                 lane.jobs.clear()
             self.answer_all(event)
-
-    def share(self) -> None:
-        """Have text and pixels made in threads of their own, where the device runs them beside the steps."""
-        backend = self.pipeline.backend
-        if backend.overlaps:
-            self.text.inside, self.pixels.inside = backend.beside(), backend.beside()
 
     def answer(self, job: Job, event: Done | ApiError | None) -> None:
         """Send the last event of a job, once; None where the client left."""
@@ -332,7 +327,9 @@ class DecodeThread:
         self.beat = time.monotonic()
         for queue in (self.text, self.pixels):
             queue.do_here()
-        self.answer_late()
+        with self.changed:  # some may wait too long for a thread beside this one
+            for job in [*self.open_jobs]:
+                self.gone(job)
         if self.has_room:
             self.join()
         for lane, jobs in self.next_ones():
@@ -423,12 +420,6 @@ class DecodeThread:
                 self.answer(job, ApiError(504, what, None, "timeout"))
             return job not in self.open_jobs
 
-    def answer_late(self) -> None:
-        """Answer those who wait for a thread beside this one that takes too long."""
-        with self.changed:
-            for job in [*self.open_jobs]:
-                self.gone(job)
-
     def admit(self, lane: Lane, jobs: list[Job]) -> None:
         if lane.idle:  # what it did not use meanwhile is not saved up
             others = [other.spent for other in self.all_lanes() if other.jobs]
@@ -461,21 +452,16 @@ class DecodeThread:
 
     def show(self, lane: Lane) -> None:
         """Have the partial pictures made that are due."""
-        columns = self.pipeline.model.target.config.columns
-        wanted = []
+        columns, known = self.pipeline.model.target.config.columns, lane.batch.known
+        tokens: NDArray[np.int64] | None = None
         for slot, job in lane.jobs.items():
-            rows = lane.batch.known[slot] // columns
-            due = [row for row in job.shows if row <= rows]
+            due = [row for row in job.shows if row <= known[slot] // columns]
             if due:
                 job.shows = job.shows[len(due) :]
-                wanted.append(slot)
-        if not wanted:
-            return
-        tokens, known = lane.batch.engine.partial(), lane.batch.known
-        for slot in wanted:
-            job, steps = lane.jobs[slot], lane.batch.slots[slot].steps
-            self.pixels.put(partial(self.paint_partly, job, tokens[[slot]], known[slot], steps))
-            self.schedule_preview(lane, slot)
+                tokens = lane.batch.engine.partial() if tokens is None else tokens
+                steps = lane.batch.slots[slot].steps
+                self.pixels.put(partial(self.paint_partly, job, tokens[[slot]], known[slot], steps))
+                self.schedule_preview(lane, slot)
 
     def schedule_preview(self, lane: Lane, slot: int) -> None:
         """Have the host read when the next partial picture of a slot may be due."""

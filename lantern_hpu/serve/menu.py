@@ -79,9 +79,6 @@ def make_menu(pipeline: LanternPipeline, options: ServeOptions) -> Menu:
             why = f"none of {', '.join(served)} takes it"
             raise OptionError(f"{name} cannot be allowed", why, "--methods scd,ar")
 
-    def spec_of(request: Request, tree: Tree) -> Spec:
-        return pipeline.spec([request], tree, 1)
-
     return Menu(
         names=options.served_model_name or (model.name,),
         takes_negative=takes_negative(model.config.condition),
@@ -92,7 +89,7 @@ def make_menu(pipeline: LanternPipeline, options: ServeOptions) -> Menu:
         codes=model.codes,
         sampling=replace(model.sampling, top_k=min(model.sampling.top_k, config.vocab_size)),
         methods=served,
-        spec_of=spec_of,
+        spec_of=lambda request, tree: pipeline.spec([request], tree, 1),
     )
 
 

@@ -51,15 +51,11 @@ HELD_OUT = 0.1  # share of the prompts
 
 @dataclass
 class Samples:
-    """Images as tokens, with their prompts.
-
-    Attributes:
-        file: checksum of the file that some came from, if any did.
-    """
+    """Images as tokens, with their prompts."""
 
     tokens: Tensor  # [n, N] int64
     prompts: list[str]  # [n]
-    file: str = ""
+    file: str = ""  # checksum of the file that some came from, if any did
 
     def __add__(self, other: Samples) -> Samples:
         tokens = torch.cat([self.tokens, other.tokens])

@@ -38,14 +38,10 @@ class Figures:
 
 @dataclass(frozen=True)
 class TunedRow:
-    """A tree or window that was drawn with; the one-node tree is `ar`.
-
-    Attributes:
-        expected: None of windows, which are all drawn with.
-    """
+    """A tree or window that was drawn with; the one-node tree is `ar`."""
 
     tree: DraftTree
-    expected: Figures | None
+    expected: Figures | None  # None of windows, which are all drawn with
     measured: Figures
 
     @property
@@ -88,10 +84,9 @@ class TuningResult:
         for row in others:
             mine, least = row.measured.ms_per_step, ar.measured.ms_per_step
             if mine < LEAST_STEP * least:
-                took = (
-                    f"a step over {row.tree.size} tokens took {mine:.1f} ms, one of ar {least:.1f}"
-                )
-                return f"{took}: {row.name} cannot be faster than its tokens a step"
+                took = f"a step over {row.tree.size} tokens took {mine:.1f} ms"
+                cannot = f"{row.name} cannot be faster than its tokens a step"
+                return f"{took}, one of ar {least:.1f}: {cannot}"
         if self.spread > MOST_SPREAD:
             return f"equal steps took up to {self.spread:.1f} times as long as others: the machine was busy"
         return ""

@@ -23,17 +23,12 @@ DRAWN = ("ar", "scd", "sjd-pac", "jacobi", "eagle")
 
 @dataclass(frozen=True)
 class Stage:
-    """A process: one graph mode of one device.
+    """A process: one graph mode of one device."""
 
-    Attributes:
-        kind: `facts`, `kernels`, `caches`, `methods`, `cuts`, `distribution` or `bench`.
-        release: of Gaudi's software, whose facts are asked.
-    """
-
-    kind: str
+    kind: str  # `facts`, `kernels`, `caches`, `methods`, `cuts`, `distribution` or `bench`
     graphs: str
     device: str = GAUDI
-    release: str = hpu_env.DEFAULT.name
+    release: str = hpu_env.DEFAULT.name  # of Gaudi's software, whose facts are asked
 
     @property
     def name(self) -> str:
@@ -54,20 +49,15 @@ class Question(NamedTuple):
 
 @dataclass(frozen=True)
 class Result:
-    """The answer to one question.
-
-    Attributes:
-        item: the question. detail: what was seen, or why there is no answer.
-        seconds: that it took. numbers: what was measured, by name with its unit.
-    """
+    """The answer to one question."""
 
     stage: str
-    item: str
+    item: str  # the question
     state: State
-    detail: str = ""
+    detail: str = ""  # what was seen, or why there is no answer
     source: str = ""
-    seconds: float = 0.0
-    numbers: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0  # that it took
+    numbers: dict[str, Any] = field(default_factory=dict)  # measured, by name with its unit
 
 
 def stages_of(device: str) -> list[Stage]:

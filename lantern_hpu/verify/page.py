@@ -24,20 +24,15 @@ def verify_summary(report: dict[str, Any]) -> str:
     return f"{where}: {counted}, in {report['seconds']:.0f} seconds"
 
 
-def on_one_line(value: object) -> object:
-    """Flags and the like on one line."""
-    if isinstance(value, dict):
-        return ", ".join(f"{name}={part}" for name, part in value.items())
-    return value
-
-
 def verify_page(report: dict[str, Any]) -> str:
     """A whole HTML document."""
     names = ("release", "model", "torch", "lantern_hpu")  # the release of Gaudi's software
     about = {"device": report["device"]}
     about |= {name: report[name] for name in names if report.get(name)}
-    hardware = {n: v for n, v in report["hardware"].items() if n not in ("device", "torch")}
-    about |= {name: on_one_line(value) for name, value in hardware.items()}
+    for name, value in report["hardware"].items():
+        if isinstance(value, dict):  # flags and the like, on one line
+            value = ", ".join(f"{part}={what}" for part, what in value.items())
+        about |= {name: value} if name not in ("device", "torch") else {}
     stages = []
     for stage, results in groupby(report["results"], lambda result: result["stage"]):
         worst_first = sorted(results, key=lambda result: STATES.index(result["state"]))

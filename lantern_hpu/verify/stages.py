@@ -46,14 +46,10 @@ class VerifyRequest:
 
 @dataclass
 class Report:
-    """The one file.
-
-    Attributes:
-        say: is called with a line of progress.
-    """
+    """The one file."""
 
     wanted: VerifyRequest
-    say: Callable[[str], object] = str
+    say: Callable[[str], object] = str  # is called with a line of progress
     results: dict[tuple[str, str], Result] = field(default_factory=dict)
     hardware: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
