@@ -80,7 +80,8 @@ def measure_all(
             # Recorded graphs share memory, which must not go with the last of them while another is to come: so
             # the first engine stays until the mode is done, a small one as batch sizes grow.
             first: LanternPipeline | None = None
-            for group in groups([*of_mode], wanted.interleave):
+            # What is measured together: one by one, or those of a batch size in turns
+            for _, group in groupby(of_mode, lambda c: c.batch if wanted.interleave else id(c)):
                 pairs = [
                     (LanternPipeline(pipeline.model, replace(pipeline.fit, graphs=mode)), case)
                     for case in group
@@ -96,13 +97,6 @@ def measure_all(
             if first is not None:
                 first.engines.shrink(0)
     return rows, missed
-
-
-def groups(cases: Sequence[Case], interleave: bool) -> list[list[Case]]:
-    """What is measured together: one by one, or those of a batch size in turns."""
-    if not interleave:
-        return [[case] for case in cases]
-    return [[*group] for _, group in groupby(cases, lambda case: case.batch)]
 
 
 def measure_group(

@@ -212,12 +212,10 @@ def serve_report(
     where = f"{amount(memory)} ({device.where})"
     if whole <= memory:
         return [*lines, f"fits in {where}, {amount(memory - whole)} left"]
+    fewer = [methods[:n] for n in range(len(methods) - 1, 0, -1)]
     changes: list[list[tuple[str, Sequence[str], int]]] = [
         [(f"--slots {n}", methods, n) for n in range(slots - 1, 0, -1)],
-        [
-            (f"--methods {','.join(methods[:n])}", methods[:n], slots)
-            for n in range(len(methods) - 1, 0, -1)
-        ],
+        [(f"--methods {','.join(some)}", some, slots) for some in fewer],
     ]
     fitting = [next((c for c in tried if need(c[1], c[2]) <= memory), None) for tried in changes]
     said = [f"  {c[0]}: {amount(need(c[1], c[2]))}, fits" for c in fitting if c]

@@ -126,8 +126,6 @@ class Asked:
         self.backend.synchronize()  # its software is loaded then
         return *facts.ask_fact(item), {}
 
-    # Kernels
-
     def kernels(self, item: str) -> Answer:
         """A device's own form itself, whether or not it is the one that serves, in the formats that models run in."""
         if item == DRAWS:
@@ -174,8 +172,6 @@ class Asked:
                 return "refuted", f"a token is {off:.1e} from where its uniform lies", numbers
         return "confirmed", f"{DRAWN} draws from {VOCABULARY} tokens; {falls} sums fall", numbers
 
-    # Caches
-
     def caches(self, item: str) -> Answer:
         """Keys and values of all layers after a few steps."""
         wanted, result = (self.kept(each, item) for each in (self.host, self.pipeline))
@@ -206,8 +202,6 @@ class Asked:
             for layer, one in enumerate(cache.layers)
             for part, tensor in zip(("keys", "values"), one.read(), strict=True)
         }
-
-    # Methods
 
     def anew(self) -> Answer:
         """Whether engines can be closed and recorded again, in memory that others had."""
@@ -254,8 +248,6 @@ class Asked:
         planned = summed(largest_phase(pipeline.model.config, setup)[1])
         return {"peak bytes": peak, "planned bytes": planned}
 
-    # Cuts
-
     def cuts(self, item: str) -> Answer:
         """Whether steps are compiled whole: with the flag of the stage the compiler raises where it would run an
         operator eagerly, or on the CPU."""
@@ -268,8 +260,6 @@ class Asked:
             return "refuted", refusals[-1], {}
         return "confirmed", f"compiled whole with {CUTS_REFUSED}=0", {}
 
-    # Distribution
-
     def distribution(self, item: str) -> Answer:
         """The short form of `scripts.measure.law`."""
         if self.no_card:
@@ -279,8 +269,6 @@ class Asked:
         state: State = "confirmed" if found.chance >= LEAST_CHANCE else "refuted"
         numbers = {"chance": found.chance, "seeds": SEEDS}
         return state, f"first tokens of {SEEDS} seeds: chance {found.chance:.2g}", numbers
-
-    # Benchmark
 
     def bench(self, item: str) -> Answer:
         if self.no_card:
