@@ -18,7 +18,12 @@ from lantern_hpu.backends.base import Fit
 from lantern_hpu.backends.cpu import native
 from lantern_hpu.backends.cpu.backend import CPUBackend
 from lantern_hpu.backends.cpu.native import NativeDecoder, NativeLinear, open_library
-from lantern_hpu.backends.cpu.native.sampling import native_distinct, native_sample, native_walk
+from lantern_hpu.backends.cpu.native.sampling import (
+    native_distinct,
+    native_kernels,
+    native_sample,
+    native_walk,
+)
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.transformer import Block, RMSNorm, Target
@@ -293,6 +298,15 @@ def test_native_kernels_draw_the_tokens_of_the_plain_ones(model: Path, method: s
         pipe = LanternPipeline.from_pretrained(str(model), device="cpu", kernels=kernels)
         drawn.append(pipe(["a red cat"] * 3, seed=5, method=method, output_type="tokens").tokens)
     assert [x.tolist() for x in drawn[0]] == [x.tolist() for x in drawn[1]]
+
+
+def test_reports_name_the_native_kernels() -> None:
+    names = native_kernels().names()
+    assert (names["walk"], names["sample"], names["rms_norm"]) == (
+        "native_walk",
+        "native_sample",
+        "plain",
+    )
 
 
 def test_sizes_that_it_lacks_are_refused() -> None:

@@ -159,7 +159,9 @@ class Kernels:
         served = {field.name: getattr(self, field.name) for field in fields(self)}
         plain = (__name__, sampling.__name__)  # modules
         return {
-            name: "plain" if function.__module__ in plain else function.__name__
+            name: "plain"
+            if function.__module__ in plain
+            else function.__name__.removesuffix(".default")  # of an operator's overload
             for name, function in served.items()
             if function
         }

@@ -169,12 +169,12 @@ def shapes(
 
 
 @operator(
-    "walk(Tensor p, Tensor q, Tensor tokens, Tensor child, Tensor row, Tensor uniform, Tensor? neighbours,"
+    "triton_walk(Tensor p, Tensor q, Tensor tokens, Tensor child, Tensor row, Tensor uniform, Tensor? neighbours,"
     " Tensor k, Tensor delta, Tensor factor, Tensor weight, Tensor? tv=None, Tensor? budget=None)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     shapes,
 )
-def launch_walk(
+def triton_walk(
     p: Tensor,
     q: Tensor,
     tokens: Tensor,
@@ -189,6 +189,7 @@ def launch_walk(
     tv: Tensor | None = None,
     budget: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `lantern_hpu.ops.kernels.Walk`."""
     node, left, relaxed, spent = shapes(p, q, tokens, child, row, uniform)
     images, inner, vocabulary = p.shape
     child, row, uniform, weight = (packed(x) for x in (child, row, uniform, weight))
@@ -225,23 +226,3 @@ def launch_walk(
         **EXACTLY,
     )
     return node, left, relaxed, spent
-
-
-def triton_walk(
-    p: Tensor,
-    q: Tensor,
-    tokens: Tensor,
-    child: Tensor,
-    row: Tensor,
-    uniform: Tensor,
-    neighbours: Tensor | None,
-    k: Tensor,
-    delta: Tensor,
-    factor: Tensor,
-    weight: Tensor,
-    tv: Tensor | None = None,
-    budget: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `lantern_hpu.kernels.Walk`."""
-    each = (k, delta, factor, weight, tv, budget)
-    return launch_walk(p, q, tokens, child, row, uniform, neighbours, *each)
