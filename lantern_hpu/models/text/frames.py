@@ -198,8 +198,10 @@ class Lumina2Frame(LuminaFrame):
     PIXELS = 8
     settings = "tokenizer_config.json"
     END, TURN = "<|endoftext|>", "<reserved08706>"
+    IMAGE, ROW_END = 151665, 151670  # what begins an image, and what closes a row of it
+    CODES = (155000, 171384)  # from and to
     special = {END: None, TURN: None}
-    order: TokenOrder = TokenOrder(((155000, 171384), (151670, 151671)))
+    order: TokenOrder = TokenOrder((CODES, (ROW_END, ROW_END + 1)))
     pad = 0
 
     def check_tokens(self) -> None:
@@ -214,7 +216,7 @@ class Lumina2Frame(LuminaFrame):
             return [self.vocabulary[named["content"] if isinstance(named, dict) else named]]
 
     def image_tokens(self) -> list[int]:
-        return [self.id[self.TURN], 151665]
+        return [self.id[self.TURN], self.IMAGE]
 
 
 class JanusFrame(Frame):
