@@ -21,6 +21,7 @@ from lantern_hpu.commands.options import Parser, add_device_options, add_fields,
 from lantern_hpu.errors import exit_code
 from lantern_hpu.models.files.names import Given
 from lantern_hpu.train.options import TrainOptions, TrainRequest, check_training
+from lantern_hpu.zoo.cards import MEASURED
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -38,7 +39,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def training_summary(report: dict[str, Any], folder: Path) -> str:
     depths = ", ".join(f"{share:.2f}" for share in report["eagle"]["by_depth"])
-    methods = (name for name in ("eagle", "lantern++") if name in report)
+    methods = (name for name in MEASURED if name in report)
     each = ", ".join(f"{name} {report[name]['tokens_per_step']:.2f}" for name in methods)
     return (
         f"tokens a step on held-out prompts: {each}; accepted by depth {depths}\n"

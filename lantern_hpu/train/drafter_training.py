@@ -55,7 +55,7 @@ from lantern_hpu.train.options import TrainOptions, TrainRequest
 from lantern_hpu.train.unroll import Lesson, Samples, Unrolled, draw_samples, read_encoded, split
 from lantern_hpu.train.wiring import check_wiring
 from lantern_hpu.tree import load_static
-from lantern_hpu.zoo.cards import Subject, drafter_card, write_card
+from lantern_hpu.zoo.cards import MEASURED, Subject, drafter_card, write_card
 
 SAVE_EVERY = 50  # steps between two checkpoints
 AVERAGE = 0.99  # decay of the weights' moving average, which is what is measured and kept
@@ -326,7 +326,7 @@ class DrafterTraining:
         about = json.loads((self.folder / DRAFTER).read_text())
         kept = load_file(self.folder / DRAFTER_WEIGHTS)
         self.average = [kept[name] for name, _ in self.drafter.named_parameters()]
-        relaxed = ["lantern++"] if self.pipeline.model.knows_neighbours else []
+        methods = MEASURED if self.pipeline.model.knows_neighbours else MEASURED[:1]
         report = {
             "kind": "lantern_hpu.train drafter",
             "target": about["target"],
@@ -335,7 +335,7 @@ class DrafterTraining:
             "samples": len(self.samples.prompts),
             "held_out_prompts": len(set(self.held_out.prompts)),
             "overlaps": self.overlaps(),
-            **{method: self.drawn(method).as_json() for method in ("eagle", *relaxed)},
+            **{method: self.drawn(method).as_json() for method in methods},
             "curve": self.progress.curve,
         }
         self.write("report.json", json.dumps(report, indent=1).encode())

@@ -18,6 +18,8 @@ from lantern_hpu.zoo.registry import find_model_by_name
 
 LICENCES = {"MIT": "mit", "Apache-2.0": "apache-2.0"}  # by the Hub's identifiers; others are named
 TAGS = ("image-generation", "speculative-decoding")
+# Methods in a trained drafter's report; the second where neighbours are known
+MEASURED = ("eagle", "lantern++")
 
 DRAFTER = """# EAGLE drafter for {model}
 
@@ -95,7 +97,7 @@ def drafter_card(subject: Subject, folder: str, report: Mapping[str, Any]) -> st
     """The card of a trained drafter, with what its training measured."""
     options = f"--model {subject.model} --drafter {folder} --method eagle"
     rows = []
-    for method in (name for name in ("eagle", "lantern++") if name in report):
+    for method in (name for name in MEASURED if name in report):
         depths = ", ".join(f"{share:.2f}" for share in report[method]["by_depth"])
         rows.append(f"| `{method}` | {report[method]['tokens_per_step']:.2f} | {depths} |")
     return subject.card(DRAFTER, options, FIGURES.format(**report) + "\n".join(rows), "eagle")
