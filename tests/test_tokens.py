@@ -118,7 +118,7 @@ def test_what_needs_a_tokenizer_says_so(
     shutil.rmtree(bare / "vq_distances")
     for more, said in (
         ([], "the VQ tokenizer (--vq"),
-        ([*tokens, "--grid"], "need pictures"),
+        ([*tokens, "--grid"], "try: leave them out, or --vq FILE where"),
         ([*tokens, "--preview-every", "1"], "need pictures"),
         ([*tokens, "--method", "lantern++"], "which codes are neighbours is not known"),
     ):

@@ -485,7 +485,8 @@ class Outputs:
         """Without pictures, for a model that has nothing to decode them with."""
         if self.sheet or self.preview:
             what = "--grid and --preview-every need pictures"
-            raise OptionError(what, f"{name} has no VQ tokenizer", "--vq FILE")
+            hint = "leave them out, or --vq FILE where its authors publish one"
+            raise OptionError(what, f"{name} has no VQ tokenizer", hint)
         return replace(self, images=[])
 
     @classmethod
