@@ -255,18 +255,34 @@ def test_what_killed_runs_left_in_the_cache_goes_once_the_file_is_whole(
     assert not mine.exists() and another.exists()
 
 
-def test_small_files_are_written_through_no_link_and_killed_runs_leave_none(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["main", "main[1]"])
+def test_small_files_are_written_through_no_link_and_killed_runs_leave_none(
+    tmp_path: Path, name: str
+) -> None:
     """In a cache that users share another may have put a link under a name that is foreseen."""
-    ref, theirs = tmp_path / "main", tmp_path / "theirs"
+    ref, theirs = tmp_path / name, tmp_path / "theirs"
     theirs.write_text("secret")
-    (tmp_path / "main.incomplete").symlink_to(theirs)
-    killed, going_on = (tmp_path / f".main.{word}.tmp" for word in ("1", "2"))
-    for left in (killed, going_on):
+    (tmp_path / f"{name}.incomplete").symlink_to(theirs)
+    killed, going_on, another = (
+        tmp_path / f".{left}.tmp" for left in (f"{name}.1", f"{name}.2", "main1.1")
+    )
+    for left in (killed, going_on, another):
         left.write_text("half")
+    os.utime(another, (0, 0))
     os.utime(killed, (0, 0))
     fetching.write_once(ref, "commit")
     assert theirs.read_text() == "secret" and ref.read_text() == "commit"
-    assert not killed.exists() and going_on.exists()
+    assert not killed.exists() and going_on.exists() and another.exists()
+
+
+def test_halves_go_by_their_name_and_not_by_a_pattern(tmp_path: Path) -> None:
+    """Where the cache has no links a file has its own name there, which may have brackets."""
+    whole = tmp_path / "part[1].bin"
+    mine, another = (tmp_path / f"{name}.173f.incomplete" for name in (whole.name, "part1.bin"))
+    for file in (whole, mine, another):
+        file.write_text("half")
+    fetching.drop_halves(whole)
+    assert whole.exists() and not mine.exists() and another.exists()
 
 
 @pytest.mark.parametrize("damaged", [False, True], ids=["whole", "damaged"])

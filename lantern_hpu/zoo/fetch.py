@@ -9,6 +9,7 @@ the versions of huggingface_hub that keep them; those of the others (2.4) are de
 from __future__ import annotations
 
 import errno
+import glob
 import json
 import os
 import shutil
@@ -118,7 +119,8 @@ def fetch(hub: ModuleType, file: File, to: Path | None) -> None:
 def write_once(path: Path, text: str) -> None:
     """Write a small file whole, under a name at first that nobody can foresee. What a killed run left of it goes."""
     if not path.is_file() or path.read_text() != text:
-        for left in path.parent.glob(temporary(path, "*").name):
+        before, after = temporary(path, "*").name.rsplit("*", 1)
+        for left in path.parent.glob(f"{glob.escape(before)}*{after}"):
             with suppress(OSError):
                 if left.lstat().st_mtime < STARTED:  # else it is a run's that goes on
                     left.unlink()
@@ -128,7 +130,7 @@ def write_once(path: Path, text: str) -> None:
 def drop_halves(whole: Path) -> None:
     """Delete what killed runs left of a file that is whole now; the library names each try anew and forgets it."""
     blob = whole.resolve()  # in the cache the file is a link
-    for half in blob.parent.glob(f"{blob.name}.*.incomplete"):
+    for half in blob.parent.glob(f"{glob.escape(blob.name)}.*.incomplete"):
         half.unlink(missing_ok=True)
 
 
