@@ -1209,6 +1209,37 @@ def test_a_port_in_use_is_an_error_before_anything_is_loaded(
     assert "cannot listen on 127.0.0.1" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("host", "key", "warned"),
+    [
+        ("127.0.0.1", None, False),
+        ("::1", None, False),
+        ("localhost", None, False),
+        ("0.0.0.0", "secret", False),
+        ("0.0.0.0", None, True),
+        ("::", None, True),
+        ("gpu-7", None, True),
+    ],
+)
+def test_a_server_that_others_can_use_without_a_key_warns(
+    host: str,
+    key: str | None,
+    warned: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def no_model(options: ServeOptions) -> DecodeThread:
+        raise OptionError("no model is read here")
+
+    monkeypatch.setattr(process, "listen", lambda host, port: socket.socket())
+    monkeypatch.setattr(process, "load_decoder", no_model)
+    monkeypatch.setenv("LANTERN_HPU_API_KEY", key or "")
+    assert main(["--host", host]) == 2
+    said = capsys.readouterr().err
+    assert (f"warning: --host {host} is open" in said) is warned
+    assert ("LANTERN_HPU_API_KEY" in said) is warned and "no model is read here" in said
+
+
 def taken(url: str) -> float:
     """Images that a server draws or has waiting."""
     lines = httpx.get(url + "/metrics").text.splitlines()

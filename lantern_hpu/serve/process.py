@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import os
 import signal
@@ -162,9 +163,20 @@ def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
+def warn_if_open(host: str, key: str | None) -> None:
+    """Say that other machines can use the server, where nothing keeps them off; names are not looked up."""
+    loopback = host == "localhost"
+    with suppress(ValueError):
+        loopback = loopback or ipaddress.ip_address(host).is_loopback
+    if key is None and not loopback:
+        why = f"--host {host} is open to other machines and there is no API key, so anyone can draw"
+        say(f"warning: {why}; set LANTERN_HPU_API_KEY, or leave --host out")
+
+
 def serve(options: ServeOptions, host: str, port: int) -> int:
     """Serve until a signal; returns the exit code: 0, or 1 if images were lost."""
     listening = listen(host, port)
+    warn_if_open(host, options.api_key)
     try:
         decoder = load_decoder(options)
         logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr, force=True)
@@ -267,6 +279,7 @@ def drain() -> None:
 
 
 def serve_replicas(options: ServeOptions, host: str, port: int, replicas: int) -> None:
+    warn_if_open(host, options.api_key)
     ray = connect(replicas)
     from ray import serve
 
