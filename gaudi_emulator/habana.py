@@ -281,15 +281,8 @@ METRICS: dict[str, Callable[[Device], list[tuple[str, Any]]]] = {
 }
 
 
-class MetricNotFound(Exception):
-    """A local metric of a name that is unknown."""
-
-
-class MetricNotFoundError(Exception):
-    """The same, from 1.24 on."""
-
-
-NOT_FOUND = {error.__name__: error for error in (MetricNotFound, MetricNotFoundError)}
+# What a local metric of an unknown name raises; the second from 1.24 on
+NOT_FOUND = {n: type(n, (Exception,), {}) for n in ("MetricNotFound", "MetricNotFoundError")}
 
 
 def device_memory(card: Device) -> list[tuple[str, Any]]:

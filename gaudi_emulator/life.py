@@ -6,9 +6,9 @@ import atexit
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from gaudi_emulator.device import Device, as_current, current, listening
 from gaudi_emulator.graphs import abandoned_on_error
 from gaudi_emulator.habana import dump_asked_for
 from gaudi_emulator.nested import tensors_in
-from gaudi_emulator.patches import made_on_the_host, overwrites, replaced
+from gaudi_emulator.patches import made_on_the_host, overwrites, wrapped
 from gaudi_emulator.releases import DEFAULT, Release, current_release, release_named
 from gaudi_emulator.scope import CustomOperators
 from gaudi_emulator.tensor import DEVICE
@@ -58,8 +58,8 @@ def emulated(
         show_device_module(card.modules[f"{ROOT}.torch.hpu"])
         stack.enter_context(made_on_the_host())
         stack.enter_context(overwrites(card))
-        stack.enter_context(replaced(torch, "compile", compiling(card)))
-        stack.enter_context(replaced(threading.Thread, "start", starting(card)))
+        stack.enter_context(wrapped(torch, "compile", partial(compile_for, card)))
+        stack.enter_context(wrapped(threading.Thread, "start", partial(start, card)))
         stack.enter_context(card.heard())
         yield card
         dump_asked_for(card)
@@ -130,43 +130,27 @@ def over_gloo(store: Any, rank: int, size: int, timeout: Any) -> Any:
     return distributed.ProcessGroupGloo(store, rank, size, timeout=timeout)
 
 
-def starting(card: Device) -> Callable[[Any], Any]:
+def start(card: Device, real: Any, thread: threading.Thread) -> None:
     """Threads call the card too: torch's modes are of one thread each."""
+    run = thread.run
 
-    def make(real: Any) -> Any:
-        @wraps(real)
-        def start(thread: threading.Thread) -> None:
-            run = thread.run
+    def heard() -> None:
+        with card.heard():
+            run()
 
-            def heard() -> None:
-                with card.heard():
-                    run()
-
-            thread.run = heard  # type: ignore[method-assign]
-            real(thread)
-
-        return start
-
-    return make
+    thread.run = heard  # type: ignore[method-assign]
+    real(thread)
 
 
-def compiling(card: Device) -> Callable[[Any], Any]:
-    """`torch.compile` knows `hpu_backend`."""
-
-    def make(real: Any) -> Any:
-        @wraps(real)
-        def compile(model: Any = None, **options: Any) -> Any:
-            if model is None:
-                return lambda function: compile(function, **options)
-            if options.get("backend", "inductor") == "inductor":
-                return refused_with_tensors(card, real(model, **options))
-            if options["backend"] != "hpu_backend":
-                return real(model, **options)
-            return compiler_of(card).compile(model, **traced_as(card.release, **options))
-
-        return compile
-
-    return make
+def compile_for(card: Device, real: Any, model: Any = None, **options: Any) -> Any:
+    """`torch.compile`, which knows `hpu_backend`."""
+    if model is None:
+        return lambda function: compile_for(card, real, function, **options)
+    if options.get("backend", "inductor") == "inductor":
+        return refused_with_tensors(card, real(model, **options))
+    if options["backend"] != "hpu_backend":
+        return real(model, **options)
+    return compiler_of(card).compile(model, **traced_as(card.release, **options))
 
 
 def refused_with_tensors(card: Device, made: Any) -> Any:

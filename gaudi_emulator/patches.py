@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -31,77 +31,65 @@ def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None
             setattr(owner, name, before)
 
 
+def wrapped(owner: Any, name: str, function: Callable[..., Any]) -> AbstractContextManager[None]:
+    """A function in the place of another, which it gets before the arguments."""
+
+    def make(real: Any) -> Any:
+        @wraps(real)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return function(real, *args, **kwargs)
+
+        return call
+
+    return replaced(owner, name, make)
+
+
 @contextmanager
 def overwrites(card: Device) -> Iterator[None]:
     """Seeds reach the card, and checkpoints hold CPU tensors."""
 
-    def seeding(real: Any) -> Any:
-        @wraps(real)
-        def manual_seed(seed: int) -> torch.Generator:
-            card.generator.manual_seed(seed)
-            made: torch.Generator = real(seed)
-            return made
+    def seed_both(real: Any, seed: int) -> Any:
+        card.generator.manual_seed(seed)
+        return real(seed)
 
-        return manual_seed
+    def fork_here(
+        real: Any, devices: Any = None, *args: Any, device_type: str | None = None, **kwargs: Any
+    ) -> Any:
+        return real(devices, *args, device_type=device_type or DEVICE, **kwargs)
 
-    def forking(real: Any) -> Any:
-        @wraps(real)
-        def fork_rng(
-            devices: Any = None, enabled: bool = True, *args: Any, device_type: str | None = None
-        ) -> Any:
-            return real(devices, enabled, *args, device_type=device_type or DEVICE)
+    def save(real: Any, obj: Any, *args: Any, **kwargs: Any) -> None:
+        real(mapped(obj, detached_copy), *args, **kwargs)
 
-        return fork_rng
+    def load(real: Any, f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        here = isinstance(map_location, (str, torch.device)) and is_hpu(map_location)
+        found = real(f, "cpu" if here else map_location, *args, **kwargs)
+        return mapped(found, lambda t: t.to(DEVICE)) if here else found
 
-    def saving(real: Any) -> Any:
-        @wraps(real)
-        def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-            real(mapped(obj, detached_copy), f, *args, **kwargs)
+    def swap(real: Any, one: Tensor, other: Tensor) -> None:
+        if not isinstance(one, HPUTensor) and not isinstance(other, HPUTensor):
+            real(one, other)
+        elif not (isinstance(one, HPUTensor) and same_storage(one, other)):
+            # Without torch's checks, which refuse a tensor that was traced or that a living graph holds
+            one.__class__, other.__class__ = other.__class__, one.__class__
+            one.__dict__, other.__dict__ = other.__dict__, one.__dict__
+            torch._C._swap_tensor_impl(one, other)
 
-        return save
-
-    def loading(real: Any) -> Any:
-        @wraps(real)
-        def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-            here = isinstance(map_location, (str, torch.device)) and is_hpu(map_location)
-            found = real(f, "cpu" if here else map_location, *args, **kwargs)
-            return mapped(found, lambda t: t.to(DEVICE)) if here else found
-
-        return load
-
-    def swapping(real: Any) -> Any:
-        @wraps(real)
-        def swap_tensors(one: Tensor, other: Tensor) -> None:
-            if not isinstance(one, HPUTensor) and not isinstance(other, HPUTensor):
-                real(one, other)
-            elif not (isinstance(one, HPUTensor) and same_storage(one, other)):
-                # Without torch's checks, which refuse a tensor that was traced or that a living graph holds
-                one.__class__, other.__class__ = other.__class__, one.__class__
-                one.__dict__, other.__dict__ = other.__dict__, one.__dict__
-                torch._C._swap_tensor_impl(one, other)
-
-        return swap_tensors
-
-    def entering(real: Any) -> Any:
-        @wraps(real)
-        def enter(context: Any) -> Any:
-            if context.device == "cuda":
-                card.findings.hit("H086", "autocast('cuda')")
-            return real(context)
-
-        return enter
+    def enter(real: Any, context: Any) -> Any:
+        if context.device == "cuda":
+            card.findings.hit("H086", "autocast('cuda')")
+        return real(context)
 
     with ExitStack() as stack:
-        for owner, name, make in (
-            (torch.autocast, "__enter__", entering),
-            (torch, "manual_seed", seeding),
-            (torch.random, "manual_seed", seeding),
-            (torch.random, "fork_rng", forking),
-            (torch, "save", saving),
-            (torch, "load", loading),
-            (torch.utils, "swap_tensors", swapping),
+        for owner, name, function in (
+            (torch.autocast, "__enter__", enter),
+            (torch, "manual_seed", seed_both),
+            (torch.random, "manual_seed", seed_both),
+            (torch.random, "fork_rng", fork_here),
+            (torch, "save", save),
+            (torch, "load", load),
+            (torch.utils, "swap_tensors", swap),
         ):
-            stack.enter_context(replaced(owner, name, make))
+            stack.enter_context(wrapped(owner, name, function))
         # A module that moves keeps its parameter objects, so that weights which two modules share stay shared.
         before = torch.__future__.get_swap_module_params_on_conversion()
         torch.__future__.set_swap_module_params_on_conversion(True)

@@ -211,11 +211,7 @@ def widen_condition(small: Conditioner, config: ModelConfig) -> Conditioner:
 
 
 def stretch_model(
-    opened: Opened,
-    name: str,
-    large: TransformerConfig,
-    dtype: torch.dtype | None,
-    progress: Any,
+    opened: Opened, name: str, large: TransformerConfig, dtype: torch.dtype | None, progress: Any
 ) -> ImageModel:
     """The large model. Its defaults are the small one's, so that the same options draw the same picture.
 

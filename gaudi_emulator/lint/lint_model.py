@@ -11,7 +11,7 @@ from torch import Tensor
 
 import gaudi_emulator
 from gaudi_emulator.lint import Ended, TimeOver, limited
-from gaudi_emulator.patches import replaced
+from gaudi_emulator.patches import wrapped
 from gaudi_emulator.rehearsal import rehearse
 from lantern_hpu.graphs.hpu import HPUGraphRunner
 from lantern_hpu.methods.request import Request
@@ -68,15 +68,12 @@ def lint_model(
 def rehearsed_captures(card: Device) -> Iterator[None]:
     """What of a step a capture would bake in is told before each capture."""
 
-    def rehearsing(capture: Callable[[HPUGraphRunner], Tensor]) -> Callable[..., Tensor]:
-        def rehearsed(runner: HPUGraphRunner) -> Tensor:
-            rehearse(card, runner.run, runner.state.tensors)
-            return capture(runner)
-
-        return rehearsed
+    def rehearsed(capture: Callable[..., Tensor], runner: HPUGraphRunner) -> Tensor:
+        rehearse(card, runner.run, runner.state.tensors)
+        return capture(runner)
 
     card.differential = True
-    with replaced(HPUGraphRunner, "capture", rehearsing):
+    with wrapped(HPUGraphRunner, "capture", rehearsed):
         yield
 
 

@@ -66,18 +66,9 @@ WHEN = {
     "night": ("at night", "under the stars", "by night"),
 }
 MOONLIT = ("in the moonlight", "under the moon")
-CLOUDY = {
-    "dawn": "on a cloudy morning",
-    "day": "on a cloudy day",
-    "sunset": "on a cloudy evening",
-    "night": "on a cloudy night",
-}
-FOGGY = {
-    "dawn": "on a foggy morning",
-    "day": "on a foggy day",
-    "sunset": "on a foggy evening",
-    "night": "on a foggy night",
-}
+PARTS = {"dawn": "morning", "day": "day", "sunset": "evening", "night": "night"}
+CLOUDY = {time: f"on a cloudy {part}" for time, part in PARTS.items()}
+FOGGY = {time: f"on a foggy {part}" for time, part in PARTS.items()}
 STORMY = {
     "rain": ("in a storm", "in the rain", "under dark clouds"),
     "snow": ("in a snowstorm", "in falling snow"),

@@ -17,50 +17,34 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[2]))  # for who runs it by its path
 
-from scripts.checkpoints.chameleon import (
-    write_anole,
-    write_chameleon,
-    write_hub_anole,
-    write_lumina,
-    write_lumina2,
+from scripts.checkpoints import (
+    chameleon,
+    glm_image,
+    language_models,
+    llamagen,
+    mammothmoda2,
+    simplear,
 )
-from scripts.checkpoints.glm_image import write_glm_image
-from scripts.checkpoints.language_models import (
-    write_authors_emu3,
-    write_emu3,
-    write_hub_janus,
-    write_janus,
-)
-from scripts.checkpoints.llamagen import (
-    write_class_model,
-    write_hub_text_model,
-    write_other_containers,
-    write_sharded_class_models,
-    write_text_model,
-    write_vq8,
-)
-from scripts.checkpoints.mammothmoda2 import write_mammothmoda2
-from scripts.checkpoints.simplear import write_simplear
 
 WRITERS = {
-    "llamagen-c2i": write_class_model,
-    "llamagen-c2i-384-fsdp": write_sharded_class_models,
-    "llamagen-c2i-containers": write_other_containers,
-    "llamagen-t2i-256": write_text_model,
-    "llamagen-t2i-512": write_hub_text_model,
-    "llamagen-vq8": write_vq8,
-    "anole": write_anole,
-    "anole-hub": write_hub_anole,
-    "chameleon-base": write_chameleon,
-    "lumina-mgpt": write_lumina,
-    "janus-pro": write_janus,
-    "janus-pro-hub": write_hub_janus,
-    "emu3": write_emu3,
-    "emu3-authors": write_authors_emu3,
-    "glm-image": write_glm_image,
-    "simplear": write_simplear,
-    "mammothmoda2": write_mammothmoda2,
-    "lumina-mgpt-2.0": write_lumina2,
+    "llamagen-c2i": llamagen.write_class_model,
+    "llamagen-c2i-384-fsdp": llamagen.write_sharded_class_models,
+    "llamagen-c2i-containers": llamagen.write_other_containers,
+    "llamagen-t2i-256": llamagen.write_text_model,
+    "llamagen-t2i-512": llamagen.write_hub_text_model,
+    "llamagen-vq8": llamagen.write_vq8,
+    "anole": chameleon.write_anole,
+    "anole-hub": chameleon.write_hub_anole,
+    "chameleon-base": chameleon.write_chameleon,
+    "lumina-mgpt": chameleon.write_lumina,
+    "janus-pro": language_models.write_janus,
+    "janus-pro-hub": language_models.write_hub_janus,
+    "emu3": language_models.write_emu3,
+    "emu3-authors": language_models.write_authors_emu3,
+    "glm-image": glm_image.write_glm_image,
+    "simplear": simplear.write_simplear,
+    "mammothmoda2": mammothmoda2.write_mammothmoda2,
+    "lumina-mgpt-2.0": chameleon.write_lumina2,
 }
 
 

@@ -253,12 +253,7 @@ def crowd(
 
 
 def soak(
-    model: str,
-    settings: str,
-    slots: int,
-    requests: int,
-    minutes: float = 0,
-    patience: float = 75,
+    model: str, settings: str, slots: int, requests: int, minutes: float = 0, patience: float = 75
 ) -> dict[str, Any]:
     """Mixed requests, 32 at a time, and whether the server stays as it was and counts what it answered.
 

@@ -254,12 +254,7 @@ def launch_rotate_into(
 
 
 def triton_rotate_into(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rope: Tensor,
-    interleaved: bool,
-    write: CacheWrite,
+    q: Tensor, k: Tensor, v: Tensor, rope: Tensor, interleaved: bool, write: CacheWrite
 ) -> Tensor:
     """`kernels.rotate_into`, into a cache that lies in one piece; mixed dtypes stay plain."""
     kept = (write.keys, write.values)

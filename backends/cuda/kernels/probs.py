@@ -82,12 +82,7 @@ def probs_out(
     probs_out,
 )
 def launch_probs(
-    logits: Tensor,
-    cfg_scale: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    guidance: bool,
-    most: int,
+    logits: Tensor, cfg_scale: Tensor, temperature: Tensor, top_k: Tensor, guidance: bool, most: int
 ) -> Tensor:
     out = probs_out(logits, cfg_scale, temperature, top_k, guidance, most)
     images, tokens, vocabulary = out.shape
