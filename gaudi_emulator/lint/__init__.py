@@ -43,13 +43,6 @@ class LintRun:
         return self.ended is None and all(f.severity != "error" for f in self.findings)
 
 
-def findings_of(runs: Sequence[LintRun]) -> list[Finding]:
-    """Findings of the same program under several releases, each once, with those that it holds for."""
-    from gaudi_emulator.lint.rules import joined_over_releases
-
-    return joined_over_releases({run.release: run.findings for run in runs})
-
-
 # Rules whose warnings mean a compilation an input
 RECOMPILING = ("H013", "H014", "H016", "H021", "H024")
 Ended = BaseException | None  # what ended a program, if something did

@@ -23,7 +23,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gaudi_emulator.lint import RECOMPILING, LintRun, findings_of, lint_script
+from gaudi_emulator.lint import RECOMPILING, LintRun, lint_script
 from gaudi_emulator.releases import DEFAULT, RELEASES, release_named
 from lantern_hpu.commands.options import Parser, add_fields, from_args
 from lantern_hpu.errors import choices, exit_code, option, require
@@ -118,7 +118,9 @@ def lint_all(asked: LintRequest, bridge: str) -> int:
         runs = [lint_elsewhere(asked, name) for name in RELEASES]
     else:
         runs = [lint_here(asked, bridge)]
-    findings = findings_of(runs)
+    from gaudi_emulator.lint.rules import joined_over_releases  # which loads torch
+
+    findings = joined_over_releases(run.findings for run in runs)
     if asked.json:
         print_json(runs, findings)
     else:

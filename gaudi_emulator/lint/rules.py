@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from types import FrameType
 from typing import Literal, cast
 
@@ -393,10 +394,10 @@ def in_order(findings: Iterable[Finding]) -> list[Finding]:
     return sorted(findings, key=lambda f: (ORDER.index(f.severity), f.rule.id, f.file, f.line))
 
 
-def joined_over_releases(runs: Mapping[str, Iterable[Finding]]) -> list[Finding]:
+def joined_over_releases(runs: Iterable[Iterable[Finding]]) -> list[Finding]:
     """Findings of the same program under several releases, each place once, with all releases that it holds for."""
     together: dict[Place, Finding] = {}
-    for finding in (finding for findings in runs.values() for finding in findings):
+    for finding in chain.from_iterable(runs):
         known = together.get(finding.place, replace(finding, releases=(), count=0))
         releases = tuple(dict.fromkeys((*known.releases, *finding.releases)))
         count = max(known.count, finding.count)
