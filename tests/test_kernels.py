@@ -694,7 +694,7 @@ def test_kernel_that_is_wrong_or_fails_is_replaced(device: str) -> None:
 
     kept = probs.triton_probs, walk.triton_walk
     probs.triton_probs = lambda *args: 1.1 * guided_probs(*args)
-    walk.triton_walk = broken  # type: ignore[assignment]
+    walk.triton_walk = broken
     try:
         with pytest.warns(
             UserWarning, match="probs: .* plain one gives; walk: RuntimeError: no comp"
