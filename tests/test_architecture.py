@@ -56,7 +56,7 @@ LINES = {  # of Python, a package
     # 380 bound what one request, file or neighbour may do; 260 draw right on cards and refuse engines that do not fit;
     # 383 read MammothModa2, give words layers of their own, and save the hidden states that its diffusion stage reads;
     # 81 are one kind of progress for every command, labels that keep off lines, and an API page read on a phone;
-    # 237 have a server make text and pixels beside the steps, and measure each
+    # 237 have a server make text and pixels beside the steps, and measure each; 13 warn of one that anyone can use
     "lantern_hpu": 23414,
     "backends": 3891,  # 105 judge a card's kernels as a run calls them and give its graphs pools; 19 draw and walk in C
     "graphs": 511,  # 24 name why a capture failed

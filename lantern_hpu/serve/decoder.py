@@ -172,7 +172,7 @@ class DecodeThread:
     @property
     def silent(self) -> float:
         """Seconds since the oldest sign of life of its threads."""
-        begun = [queue.since for queue in (self.text, self.pixels) if queue.since is not None]
+        begun = [queue.began for queue in (self.text, self.pixels) if queue.began is not None]
         return time.monotonic() - min([self.beat, *begun])
 
     @property
@@ -260,7 +260,8 @@ class DecodeThread:
         try:
             with self.held, self.pipeline.backend.errors(), torch.no_grad():
                 if (backend := self.pipeline.backend).overlaps:  # text and pixels beside the steps
-                    self.text.inside, self.pixels.inside = backend.beside(), backend.beside()
+                    for queue in (self.text, self.pixels):
+                        queue.make_context = backend.beside()
                 self.capture()
                 self.ready = True
                 while not self.stopping:

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 
 import torch
 
-Inside = Callable[[], AbstractContextManager[object]]
+MakeContext = Callable[[], AbstractContextManager[object]]
 
 
 class TaskQueue:
@@ -20,8 +20,8 @@ class TaskQueue:
     does one between two steps (`do_here`): threads of two kinds on the same cores slow both down.
 
     Attributes:
-        tasks: those to do; the first may be under way. since: when that began, by the monotonic clock.
-        inside: makes what a task of another thread runs in, such as a stream; None: the decode thread does them.
+        tasks: those to do; the first may be under way. began: when it did, by the monotonic clock.
+        make_context: makes what a task of another thread runs in, such as a stream; None: the decode thread does them.
         thread: the last one that was started.
     """
 
@@ -29,8 +29,8 @@ class TaskQueue:
         """`changed` guards the tasks, and is notified when one has come or is done."""
         self.name, self.changed = name, changed
         self.tasks: deque[Callable[[], None]] = deque()
-        self.since: float | None = None
-        self.inside: Inside | None = None
+        self.began: float | None = None
+        self.make_context: MakeContext | None = None
         self.thread: threading.Thread | None = None
 
     def put(self, task: Callable[[], None]) -> None:
@@ -40,7 +40,7 @@ class TaskQueue:
             RuntimeError: there can be no thread for it.
         """
         with self.changed:
-            if not self.tasks and self.inside is not None:
+            if not self.tasks and self.make_context is not None:
                 self.start()
             self.tasks.append(task)
             self.changed.notify()
@@ -48,7 +48,7 @@ class TaskQueue:
     @property
     def waits_here(self) -> bool:
         """Whether the decode thread has a task to do."""
-        return self.inside is None and bool(self.tasks)
+        return self.make_context is None and bool(self.tasks)
 
     def do_here(self) -> None:
         """Do one task, if that is this thread's to do."""
@@ -61,23 +61,23 @@ class TaskQueue:
         self.thread = thread
 
     def run(self) -> None:
-        assert self.inside is not None
-        while self.do_first(self.inside()):
+        assert self.make_context is not None
+        while self.do_first(self.make_context()):
             with self.changed, suppress(RuntimeError):  # without a further thread this one goes on
                 self.start()
                 return
 
-    def do_first(self, inside: AbstractContextManager[object]) -> bool:
+    def do_first(self, context: AbstractContextManager[object]) -> bool:
         """Do a task. -> whether another waits"""
         with self.changed:  # `put` has added it by then
-            task, self.since = self.tasks[0], time.monotonic()
+            task, self.began = self.tasks[0], time.monotonic()
         try:
-            with inside, torch.no_grad():
+            with context, torch.no_grad():
                 task()
         finally:
             with self.changed:
                 self.tasks.popleft()
-                self.since = None
+                self.began = None
                 self.changed.notify()
                 others = bool(self.tasks)  # before `put` may start a thread for its own
         return others
