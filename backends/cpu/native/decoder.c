@@ -18,6 +18,7 @@
 #include <omp.h>
 
 typedef uint16_t half;
+typedef uint32_t word __attribute__((may_alias));
 
 /* Rows of a tile of a product, tiles that share sums, bytes of weights that they take at a time, which the nearest cache
  * holds twice; positions and queries of a block of attention, and how far ahead its cache is fetched. */
@@ -25,166 +26,99 @@ enum { TILE = 6, TILES = 8, NEAR = 16384, BLOCK = 16, AHEAD = 16 };
 
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t up_to(int64_t size, int64_t step) { return (size + step - 1) / step * step; }
+static inline int64_t bytes_of(int64_t format) { return format == FLOAT32 ? sizeof(float) : sizeof(half); }
 static void *aligned(int64_t bytes) { return aligned_alloc(64, (size_t)up_to(bytes + 64, 64)); }
 
-static inline float from_bf16(half x) {
-    union { uint32_t bits; float value; } word = {.bits = (uint32_t)x << 16};
-    return word.value;
-}
-
-static inline half to_bf16(float x) {  /* to nearest, ties to even */
-    union { float value; uint32_t bits; } word = {.value = x};
-    if (x != x) return 0x7fc0;
-    return (half)((word.bits + 0x7fff + ((word.bits >> 16) & 1)) >> 16);
+static void *take(int64_t *at, int64_t bytes) {  /* the next piece of memory that begins at `at` */
+    void *taken = (void *)*at;
+    *at += up_to(bytes, 64);
+    return taken;
 }
 
 /* Where the sums of a product go. */
 typedef struct {
-    enum { TO_FLOATS, TO_ACTS, ADDED, GATED } kind;  /* ADDED: to activations; GATED: silu(gate) * up, as an input */
+    enum { KEPT, ADDED, GATED } kind;  /* ADDED: to activations; GATED: silu(gate) * up, half as many numbers */
+    int64_t format;
     void *y;
-    int64_t stride, outputs;
-    const float *bias;
 } Sink;
 
 /* What each instance of `kernels.h` offers. */
 typedef struct {
-    int64_t (*packed_bytes)(int64_t in, int64_t out);
+    int64_t panel;
     void (*pack)(const void *weight, int64_t in, int64_t out, int gated, void *packed);
     int (*linear)(int64_t threads, const Matrix *matrix, const void *x, int64_t rows, void *y);
     int (*decode)(const Call *call);
 } Kernels;
 
+/* ---------------------------------------------------------------- instances of `kernels.h` */
+
 #define JOIN_(a, b, c) a##_##b##_##c
 #define JOIN(a, b, c) JOIN_(a, b, c)
 #define NAME(a) JOIN(a, ISA, FORMAT)
+#define ALWAYS static inline __attribute__((always_inline))
 
-/* ---------------------------------------------------------------- AVX2 with FMA and F16C: 8 numbers */
+/* Of every vector. */
+#define SET MM(set1_ps)
+#define LOAD MM(loadu_ps)
+#define STORE MM(storeu_ps)
+#define FMA MM(fmadd_ps)
 
+/* Formats and types of activations, weights, and inputs of products. */
+#define ACTS (FORMAT == BFLOAT16 ? BFLOAT16 : FLOAT32)
+#define INPUTS (PAIRS ? BFLOAT16 : FLOAT32)
+#define NUMBER(format) __typeof__(__builtin_choose_expr((format) == FLOAT32, 0.0f, (half)0))
+#define ACT NUMBER(ACTS)
+#define WEIGHT NUMBER(FORMAT)
+#define INPUT NUMBER(INPUTS)
+#define LOAD_ACT(x, at) NAME(load)(x, at, ACTS)
+#define STORE_ACT(y, at, x) NAME(store)(y, at, ACTS, x)
+#define STORE_INPUT(y, at, x) NAME(store)(y, at, INPUTS, x)
+
+#define PANEL (LANES == 16 ? 64 : 16)
+#define WIDE (PANEL / LANES)  /* vectors of a panel */
+#define TAKEN (PAIRS + 1)  /* inputs in one step of a product, and the bytes of a panel's weights for them */
+#define STEP (TAKEN * PANEL * (int)sizeof(WEIGHT))
+#define STEPS (NEAR / STEP)
+
+/* Instruction sets only grow: AVX2 with FMA and F16C; AVX512; AVX512 with products of bfloat16 pairs. */
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c")
 #define ISA avx2
 #define LANES 8
-#define PANEL 16
+#define V __m256
+#define MM(operation) _mm256_##operation
 #define PAIRS 0
-typedef __m256 v8;
-#define V v8
-#define V_ZERO _mm256_setzero_ps()
-#define V_SET(x) _mm256_set1_ps(x)
-#define V_LOAD(p) _mm256_loadu_ps(p)
-#define V_STORE(p, x) _mm256_storeu_ps(p, x)
-#define V_ADD(a, b) _mm256_add_ps(a, b)
-#define V_SUB(a, b) _mm256_sub_ps(a, b)
-#define V_MUL(a, b) _mm256_mul_ps(a, b)
-#define V_DIV(a, b) _mm256_div_ps(a, b)
-#define V_MAX(a, b) _mm256_max_ps(a, b)
-#define V_MIN(a, b) _mm256_min_ps(a, b)
-#define V_FMA(a, b, c) _mm256_fmadd_ps(a, b, c)
-#define V_ROUND(x) _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)
-#define V_POW2(n) _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23))
-#define V_LOAD_BF16(p) _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p))), 16))
-#define V_LOAD_F16(p) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p)))
-static inline void store_bf16_avx2(half *p, __m256 x) {
-    __m256i bits = _mm256_castps_si256(x), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-    bits = _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
-    bits = _mm256_permute4x64_epi64(_mm256_packus_epi32(bits, bits), 0xd8);
-    _mm_storeu_si128((__m128i *)p, _mm256_castsi256_si128(bits));
-}
-#define V_STORE_BF16(p, x) store_bf16_avx2(p, x)
-#define V_CLEAR_BELOW(x, limit, value) _mm256_and_ps(_mm256_cmp_ps(x, limit, _CMP_GE_OQ), value)
-/* Sums of the 8 vectors, one in each lane. */
-static inline __m256 sums_avx2(const __m256 *a) {
-    __m256 x = _mm256_hadd_ps(_mm256_hadd_ps(a[0], a[1]), _mm256_hadd_ps(a[2], a[3]));
-    __m256 y = _mm256_hadd_ps(_mm256_hadd_ps(a[4], a[5]), _mm256_hadd_ps(a[6], a[7]));
-    return _mm256_add_ps(_mm256_permute2f128_ps(x, y, 0x20), _mm256_permute2f128_ps(x, y, 0x31));
-}
-#define V_SUMS(a) sums_avx2(a)
+#define FORMAT BFLOAT16
+#include "kernels.h"
+#define FORMAT FLOAT16
+#include "kernels.h"
+#define FORMAT FLOAT32
 #include "kernels.h"
 #include "sampling.h"
 #undef ISA
 #undef LANES
-#undef PANEL
 #undef V
-#undef V_ZERO
-#undef V_SET
-#undef V_LOAD
-#undef V_STORE
-#undef V_ADD
-#undef V_SUB
-#undef V_MUL
-#undef V_DIV
-#undef V_MAX
-#undef V_MIN
-#undef V_FMA
-#undef V_ROUND
-#undef V_POW2
-#undef V_LOAD_BF16
-#undef V_LOAD_F16
-#undef V_STORE_BF16
-#undef V_CLEAR_BELOW
-#undef V_SUMS
-#pragma GCC pop_options
+#undef MM
 
-/* ---------------------------------------------------------------- AVX512: 16 numbers */
-
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl")
 #define ISA avx512
 #define LANES 16
-#define PANEL 64
-typedef __m512 v16;
-#define V v16
-#define V_ZERO _mm512_setzero_ps()
-#define V_SET(x) _mm512_set1_ps(x)
-#define V_LOAD(p) _mm512_loadu_ps(p)
-#define V_STORE(p, x) _mm512_storeu_ps(p, x)
-#define V_ADD(a, b) _mm512_add_ps(a, b)
-#define V_SUB(a, b) _mm512_sub_ps(a, b)
-#define V_MUL(a, b) _mm512_mul_ps(a, b)
-#define V_DIV(a, b) _mm512_div_ps(a, b)
-#define V_MAX(a, b) _mm512_max_ps(a, b)
-#define V_MIN(a, b) _mm512_min_ps(a, b)
-#define V_FMA(a, b, c) _mm512_fmadd_ps(a, b, c)
-#define V_ROUND(x) _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)
-#define V_POW2(n) _mm512_scalef_ps(_mm512_set1_ps(1.0f), n)
-#define V_LOAD_BF16(p) _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(p))), 16))
-#define V_LOAD_F16(p) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p)))
-static inline void store_bf16_avx512(half *p, __m512 x) {
-    __m512i bits = _mm512_castps_si512(x), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    bits = _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
-    _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(bits));
-}
-#define V_STORE_BF16(p, x) store_bf16_avx512(p, x)
-#define V_CLEAR_BELOW(x, limit, value) _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, limit, _CMP_GE_OQ), value)
-/* Sums of the 16 vectors, one in each lane. */
-static inline __m512 sums_avx512(const __m512 *a) {
-    __m512 pairs[8], fours[4], eights[2];
-    for (int i = 0; i < 8; i++)
-        pairs[i] = _mm512_add_ps(_mm512_unpacklo_ps(a[2 * i], a[2 * i + 1]), _mm512_unpackhi_ps(a[2 * i], a[2 * i + 1]));
-    for (int i = 0; i < 4; i++) {
-        __m512d x = _mm512_castps_pd(pairs[2 * i]), y = _mm512_castps_pd(pairs[2 * i + 1]);
-        fours[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
-    }
-    for (int i = 0; i < 2; i++)
-        eights[i] = _mm512_add_ps(_mm512_shuffle_f32x4(fours[2 * i], fours[2 * i + 1], 0x88),
-                                  _mm512_shuffle_f32x4(fours[2 * i], fours[2 * i + 1], 0xdd));
-    return _mm512_add_ps(_mm512_shuffle_f32x4(eights[0], eights[1], 0x88), _mm512_shuffle_f32x4(eights[0], eights[1], 0xdd));
-}
-#define V_SUMS(a) sums_avx512(a)
-#include "kernels.h"
-#undef ISA
-#pragma GCC pop_options
-
-/* ---------------------------------------------------------------- AVX512 with products of bfloat16 pairs */
-
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")
-#undef PAIRS
-#define PAIRS 1
-#define ISA avx512_bf16
+#define V __m512
+#define MM(operation) _mm512_##operation
 #define FORMAT BFLOAT16
 #include "kernels.h"
-#undef FORMAT
+#define FORMAT FLOAT16
+#include "kernels.h"
+#define FORMAT FLOAT32
+#include "kernels.h"
 #undef ISA
+#undef PAIRS
+
+#pragma GCC target("avx512bf16")
+#define ISA avx512_bf16
+#define PAIRS 1
+#define FORMAT BFLOAT16
+#include "kernels.h"
 #pragma GCC pop_options
 
 /* ---------------------------------------------------------------- which of them */
@@ -224,7 +158,7 @@ int lantern_use(const char *isa) {
 }
 
 int64_t lantern_packed_bytes(int64_t format, int64_t in, int64_t out) {
-    return SETS[chosen].formats[format]->packed_bytes(in, out);
+    return up_to(out, SETS[chosen].formats[format]->panel) * in * bytes_of(format);
 }
 
 void lantern_pack(int64_t format, const void *weight, int64_t in, int64_t out, int gated, void *packed) {

@@ -1,66 +1,89 @@
-/* The decoder for one instruction set (ISA, V.., LANES, PANEL, PAIRS) and one FORMAT, or, where
- * none is defined, for each; see decoder.c, which includes it.
+/* The decoder for one instruction set (ISA, V, LANES, MM, PAIRS) and one FORMAT; see decoder.c, which includes it.
  *
  * Matrices lie as panels of PANEL outputs, [out / PANEL][in][PANEL], so that memory is read once and in order; with
  * PAIRS, two inputs of an output lie together. A gated matrix has in each panel half gates, half what they gate. */
 
-#ifndef FORMAT
-#define FORMAT BFLOAT16
-#include "kernels.h"
-#undef FORMAT
-#define FORMAT FLOAT16
-#include "kernels.h"
-#undef FORMAT
-#define FORMAT FLOAT32
-#include "kernels.h"
-#undef FORMAT
-#else
+/* ---------------------------------------------------------------- vectors */
 
-#if FORMAT == BFLOAT16
-#define ACT half
-#define WEIGHT half
-#define LOAD_ACT(p) V_LOAD_BF16(p)
-#define STORE_ACT(p, x) V_STORE_BF16(p, x)
-#define LOAD_WEIGHT(p) V_LOAD_BF16(p)
-#define TO_FLOAT(x) from_bf16(x)
-#define TO_ACT(x) to_bf16(x)
+typedef uint16_t NAME(Halves) __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+typedef long long NAME(Packed) __attribute__((vector_size(2 * LANES), aligned(2), may_alias));  /* as intrinsics take them */
+typedef uint32_t NAME(Words) __attribute__((vector_size(4 * LANES)));
+
+/* Numbers of a format from `at` on. */
+ALWAYS V NAME(load)(const void *x, int64_t at, const int64_t format) {
+    if (format == FLOAT32) return LOAD((const float *)x + at);
+    __auto_type packed = *(const NAME(Packed) *)((const half *)x + at);
+    return format == FLOAT16 ? MM(cvtph_ps)(packed) : (V)MM(slli_epi32)(MM(cvtepu16_epi32)(packed), 16);
+}
+
+ALWAYS void NAME(store)(void *y, int64_t at, const int64_t format, V x) {  /* as bfloat16: to nearest, ties to even */
+    NAME(Words) bits = (NAME(Words))x, odd = bits >> 16 & 1, rounded = (bits + 0x7fff + odd) >> 16;
+    y = format == FLOAT32 ? (void *)((float *)y + at) : (void *)((half *)y + at);
+    if (format == FLOAT32) STORE(y, x);
+#if LANES == 16
+    else *(NAME(Packed) *)y = MM(cvtepi32_epi16)((__m512i)rounded);
 #else
-#define ACT float
-#define LOAD_ACT(p) V_LOAD(p)
-#define STORE_ACT(p, x) V_STORE(p, x)
-#define TO_FLOAT(x) (x)
-#define TO_ACT(x) (x)
-#if FORMAT == FLOAT16
-#define WEIGHT half
-#define LOAD_WEIGHT(p) V_LOAD_F16(p)
+    else *(NAME(Halves) *)y = __builtin_convertvector(rounded, NAME(Halves));
+#endif
+}
+
+#if PAIRS  /* factors of products: of two inputs each */
+typedef __m512bh NAME(Factor);
+ALWAYS NAME(Factor) NAME(factor)(const void *w) { return (__m512bh)_mm512_loadu_si512(w); }
+ALWAYS NAME(Factor) NAME(input)(const INPUT *x, int64_t k) { return (__m512bh)_mm512_set1_epi32(((const int *)x)[k]); }
+ALWAYS V NAME(add_product)(NAME(Factor) a, NAME(Factor) b, V sum) { return _mm512_dpbf16_ps(sum, a, b); }
 #else
-#define WEIGHT float
-#define LOAD_WEIGHT(p) V_LOAD(p)
+typedef V NAME(Factor);
+ALWAYS V NAME(factor)(const void *w) { return NAME(load)(w, 0, FORMAT); }
+ALWAYS V NAME(input)(const INPUT *x, int64_t k) { return SET(x[k]); }
+ALWAYS V NAME(add_product)(V a, V b, V sum) { return FMA(a, b, sum); }
 #endif
-#endif
-#if PAIRS  /* inputs of products, and their factors */
-#define INPUT half
-#define STORE_INPUT(p, x) V_STORE_BF16(p, x)
-#define FACTOR __m512bh
-#define LOAD_FACTOR(p) (__m512bh)_mm512_loadu_si512(p)
-#define SET_FACTOR(x, k) (__m512bh)_mm512_set1_epi32(((const int *)(x))[k])
-#define ADD_PRODUCT(a, b, sum) _mm512_dpbf16_ps(sum, a, b)
+
+ALWAYS V NAME(exp)(V x) {  /* 2^n p(f) with n + f = x log2(e); 0 below -87 */
+    V t = MM(max_ps)(x, SET(-87.0f)) * 1.44269504f;
+    __auto_type n = MM(cvtps_epi32)(t);  /* to nearest */
+    V f = t - MM(cvtepi32_ps)(n), p = SET(1.54035304e-4f);
+    static const float factors[] = {1.33335581e-3f, 9.61812911e-3f, 5.55041087e-2f, 2.40226507e-1f, 6.93147181e-1f, 1.0f};
+    for (int i = 0; i < 6; i++) p = FMA(p, f, SET(factors[i]));
+    p *= (V)(((NAME(Words))n + 127) << 23);
+    return (V)((NAME(Words))p & (NAME(Words))(x >= -87.0f));
+}
+
+ALWAYS V NAME(silu)(V x) { return x / (1.0f + NAME(exp)(MM(min_ps)(-x, SET(87.0f)))); }
+
+static inline float NAME(sum)(V x) {
+    float total = 0.0f;
+    for (int i = 0; i < LANES; i++) total += x[i];
+    return total;
+}
+
+static inline float NAME(largest)(V x) {
+    float most = -INFINITY;
+    for (int i = 0; i < LANES; i++) most = x[i] > most ? x[i] : most;
+    return most;
+}
+
+/* Sums of LANES vectors, one in each lane. */
+ALWAYS V NAME(sums)(const V *a) {
+#if LANES == 8
+    V x = MM(hadd_ps)(MM(hadd_ps)(a[0], a[1]), MM(hadd_ps)(a[2], a[3]));
+    V y = MM(hadd_ps)(MM(hadd_ps)(a[4], a[5]), MM(hadd_ps)(a[6], a[7]));
+    return MM(permute2f128_ps)(x, y, 0x20) + MM(permute2f128_ps)(x, y, 0x31);
 #else
-#define INPUT float
-#define STORE_INPUT(p, x) V_STORE(p, x)
-#define FACTOR V
-#define LOAD_FACTOR(p) LOAD_WEIGHT(p)
-#define SET_FACTOR(x, k) V_SET((x)[k])
-#define ADD_PRODUCT(a, b, sum) V_FMA(a, b, sum)
+    V pairs[8], fours[4], eights[2];
+    for (int i = 0; i < 8; i++)
+        pairs[i] = MM(unpacklo_ps)(a[2 * i], a[2 * i + 1]) + MM(unpackhi_ps)(a[2 * i], a[2 * i + 1]);
+    for (int i = 0; i < 4; i++) {
+        __m512d x = (__m512d)pairs[2 * i], y = (__m512d)pairs[2 * i + 1];
+        fours[i] = (V)MM(unpacklo_pd)(x, y) + (V)MM(unpackhi_pd)(x, y);
+    }
+    for (int i = 0; i < 2; i++)
+        eights[i] = MM(shuffle_f32x4)(fours[2 * i], fours[2 * i + 1], 0x88) + MM(shuffle_f32x4)(fours[2 * i], fours[2 * i + 1], 0xdd);
+    return MM(shuffle_f32x4)(eights[0], eights[1], 0x88) + MM(shuffle_f32x4)(eights[0], eights[1], 0xdd);
 #endif
-#define WIDE (PANEL / LANES)  /* vectors of a panel */
-#define INPUTS (PAIRS + 1)  /* taken in one step of a product, and the bytes of a panel's weights for them */
-#define STEP (INPUTS * PANEL * (int)sizeof(WEIGHT))
-#define STEPS (NEAR / STEP)
+}
 
 /* ---------------------------------------------------------------- products */
-
-static int64_t NAME(packed_bytes)(int64_t in, int64_t out) { return up_to(out, PANEL) * in * (int64_t)sizeof(WEIGHT); }
 
 static void NAME(pack)(const void *weight, int64_t in, int64_t out, int gated, void *packed) {
     const WEIGHT *w = weight;
@@ -76,86 +99,68 @@ static void NAME(pack)(const void *weight, int64_t in, int64_t out, int gated, v
             }
 }
 
-static inline V NAME(exp)(V x) {  /* 2^n p(f) with n + f = x log2(e); 0 below -87 */
-    V t = V_MUL(V_MAX(x, V_SET(-87.0f)), V_SET(1.44269504f)), n = V_ROUND(t), f = V_SUB(t, n);
-    V p = V_FMA(V_SET(1.54035304e-4f), f, V_SET(1.33335581e-3f));
-    p = V_FMA(p, f, V_SET(9.61812911e-3f));
-    p = V_FMA(p, f, V_SET(5.55041087e-2f));
-    p = V_FMA(p, f, V_SET(2.40226507e-1f));
-    p = V_FMA(p, f, V_SET(6.93147181e-1f));
-    p = V_FMA(p, f, V_SET(1.0f));
-    return V_CLEAR_BELOW(x, V_SET(-87.0f), V_MUL(p, V_POW2(n)));
-}
-
-static inline V NAME(silu)(V x) {
-    V e = NAME(exp)(V_MIN(V_SUB(V_ZERO, x), V_SET(87.0f)));
-    return V_DIV(x, V_ADD(V_SET(1.0f), e));
-}
-
-/* One vector of sums of a row, from output `first` on; the last panel may reach beyond the outputs. */
-static inline void NAME(keep)(const Sink *sink, int64_t row, int64_t first, V sum) {
-    float some[LANES];
-    int64_t count = least(LANES, sink->outputs - first), at = row * sink->stride + first;
+/* One vector of sums of a row, from output `first` on; of the last panel those beyond the outputs are dropped. */
+static inline void NAME(keep)(const Sink *sink, const Matrix *matrix, int64_t row, int64_t first, V sum) {
+    int64_t count = least(LANES, matrix->out - first), bytes = bytes_of(sink->format);
+    float edge[LANES], rest[LANES];
+    const float *bias = matrix->bias ? matrix->bias + first : 0;
+    void *y = (char *)sink->y + (row * matrix->out + first) * bytes, *to = y;
     if (count <= 0) return;
     if (count < LANES) {
-        V_STORE(some, sum);
-        for (int64_t i = 0; i < count; i++) {
-            float value = some[i] + (sink->bias ? sink->bias[first + i] : 0.0f);
-            if (sink->kind == TO_FLOATS) ((float *)sink->y)[at + i] = value;
-            if (sink->kind == TO_ACTS) ((ACT *)sink->y)[at + i] = TO_ACT(value);
-            if (sink->kind == ADDED) ((ACT *)sink->y)[at + i] = TO_ACT(TO_FLOAT(((ACT *)sink->y)[at + i]) + value);
-        }
-        return;
+        to = memcpy(edge, y, (size_t)(count * bytes));
+        memset(rest, 0, sizeof(rest));
+        bias = bias ? memcpy(rest, bias, (size_t)count * sizeof(float)) : rest;
     }
-    if (sink->bias) sum = V_ADD(sum, V_LOAD(sink->bias + first));
-    if (sink->kind == TO_FLOATS) V_STORE((float *)sink->y + at, sum);
-    if (sink->kind == TO_ACTS) STORE_ACT((ACT *)sink->y + at, sum);
-    if (sink->kind == ADDED) STORE_ACT((ACT *)sink->y + at, V_ADD(sum, LOAD_ACT((ACT *)sink->y + at)));
+    if (bias) sum += LOAD(bias);
+    if (sink->kind == ADDED) sum += NAME(load)(to, 0, sink->format);
+    NAME(store)(to, 0, sink->format, sum);
+    if (count < LANES) memcpy(y, edge, (size_t)(count * bytes));
+}
+
+/* A row's sums of one panel to where they go. */
+static void NAME(put)(const Sink *sink, const Matrix *matrix, int64_t row, int64_t panel, const V *sum) {
+    INPUT *gated = (INPUT *)sink->y + row * (matrix->out / 2) + panel * (PANEL / 2);
+    if (sink->kind == GATED)
+        for (int j = 0; j < WIDE / 2; j++) STORE_INPUT(gated, LANES * j, NAME(silu)(sum[j]) * sum[j + WIDE / 2]);
+    else
+        for (int j = 0; j < WIDE; j++) NAME(keep)(sink, matrix, row, panel * PANEL + LANES * j, sum[j]);
 }
 
 /* Add `count` rows by `steps` steps of a panel to their sums. Of what follows, `bytes` are fetched at each step. */
-static inline __attribute__((always_inline)) void NAME(tile)(
+ALWAYS void NAME(tile)(
     const int count, const INPUT *x, int64_t in, const WEIGHT *w, int64_t steps, V (*kept)[WIDE], const char *next, int64_t bytes) {
     V sum[TILE][WIDE];
     for (int i = 0; i < count; i++)
         for (int j = 0; j < WIDE; j++) sum[i][j] = kept[i][j];
-    for (int64_t k = 0; k < steps; k++, w += INPUTS * PANEL, next += bytes) {
-        FACTOR b[WIDE];
-        for (int j = 0; j < WIDE; j++) b[j] = LOAD_FACTOR(w + INPUTS * LANES * j);
+    for (int64_t k = 0; k < steps; k++, w += TAKEN * PANEL, next += bytes) {
+        NAME(Factor) b[WIDE];
+        for (int j = 0; j < WIDE; j++) b[j] = NAME(factor)(w + TAKEN * LANES * j);
         for (int j = 0; j < STEP; j += 64) _mm_prefetch(next + j, _MM_HINT_T0);
 #pragma GCC unroll 6
         for (int i = 0; i < count; i++) {
-            FACTOR a = SET_FACTOR(x + i * in, k);
-            for (int j = 0; j < WIDE; j++) sum[i][j] = ADD_PRODUCT(a, b[j], sum[i][j]);
+            NAME(Factor) a = NAME(input)(x + i * in, k);
+            for (int j = 0; j < WIDE; j++) sum[i][j] = NAME(add_product)(a, b[j], sum[i][j]);
         }
     }
     for (int i = 0; i < count; i++)
         for (int j = 0; j < WIDE; j++) kept[i][j] = sum[i][j];
 }
 
-/* A row's sums of one panel to where they go. */
-static void NAME(put)(const Sink *sink, int64_t row, int64_t panel, const V *sum) {
-    for (int j = 0; j < WIDE; j++) {
-        if (sink->kind != GATED) NAME(keep)(sink, row, panel * PANEL + LANES * j, sum[j]);
-        else if (j < WIDE / 2)
-            STORE_INPUT((INPUT *)sink->y + row * sink->stride + panel * (PANEL / 2) + LANES * j, V_MUL(NAME(silu)(sum[j]), sum[j + WIDE / 2]));
-    }
-}
-
-#define TILE_OF(count) case count: NAME(tile)(count, x + row * in + k * INPUTS, in, w, steps, sums + row - first, next, bytes); break;
-/* x [rows, in] by the panels of one thread, some rows and some steps over the inputs at a time, so that weights are
- * read from the nearest cache but once. What follows comes from memory meanwhile: for one tile some steps ahead, for
- * several a share of the next steps with each, as memory would be idle while they multiply. */
-static void NAME(multiply)(const INPUT *x, int64_t rows, const Matrix *matrix, const Sink *sink, int64_t thread, int64_t threads) {
-    int64_t in = matrix->in, each = sink->kind == GATED ? PANEL / 2 : PANEL, panels = up_to(sink->outputs, each) / each;
+#define TILE_OF(count) case count: NAME(tile)(count, x + row * in + k * TAKEN, in, w, steps, sums + row - first, next, bytes); break;
+/* x [rows, in] by the panels of each thread of a team, some rows and some steps over the inputs at a time, so that
+ * weights are read from the nearest cache but once. What follows comes from memory meanwhile: for one tile some steps
+ * ahead, for several a share of the next steps with each, as memory would be idle while they multiply. */
+static void NAME(multiply)(const INPUT *x, int64_t rows, const Matrix *matrix, const Sink *sink) {
+    int64_t in = matrix->in;
     V sums[TILES * TILE][WIDE];
-    for (int64_t panel = panels * thread / threads; panel < panels * (thread + 1) / threads; panel++)
+#pragma omp for schedule(static) nowait
+    for (int64_t panel = 0; panel < up_to(matrix->out, PANEL) / PANEL; panel++)
         for (int64_t first = 0, some; first < rows; first += some) {
             some = least(TILES * TILE, rows - first);
             memset(sums, 0, (size_t)some * sizeof(sums[0]));
-            for (int64_t k = 0, steps; k < in / INPUTS; k += steps) {
-                steps = least(STEPS, in / INPUTS - k);
-                const WEIGHT *w = (const WEIGHT *)matrix->weight + (panel * in + k * INPUTS) * PANEL;
+            for (int64_t k = 0, steps; k < in / TAKEN; k += steps) {
+                steps = least(STEPS, in / TAKEN - k);
+                const WEIGHT *w = (const WEIGHT *)matrix->weight + (panel * in + k * TAKEN) * PANEL;
                 for (int64_t t = 0, tiles = (some + TILE - 1) / TILE; t < tiles; t++) {
                     int64_t row = first + some * t / tiles, bytes = (STEP + tiles - 1) / tiles;
                     const char *next = (const char *)w + (tiles == 1 ? NEAR / 4 : STEPS * (STEP + t * bytes));
@@ -164,235 +169,214 @@ static void NAME(multiply)(const INPUT *x, int64_t rows, const Matrix *matrix, c
                     }
                 }
             }
-            for (int64_t row = 0; row < some; row++) NAME(put)(sink, first + row, panel, sums[row]);
+            for (int64_t row = 0; row < some; row++) NAME(put)(sink, matrix, first + row, panel, sums[row]);
         }
 }
 #undef TILE_OF
 
 /* ---------------------------------------------------------------- norms */
 
-static inline float NAME(sum)(V x) {
-    float part[LANES], total = 0.0f;
-    V_STORE(part, x);
-    for (int i = 0; i < LANES; i++) total += part[i];
-    return total;
-}
-
-static inline float NAME(largest)(V x) {
-    float part[LANES], most = -INFINITY;
-    V_STORE(part, x);
-    for (int i = 0; i < LANES; i++) most = part[i] > most ? part[i] : most;
-    return most;
-}
-
 /* The factor of a root-mean-square norm of activations, or of floats. */
-static inline V NAME(scale)(const ACT *x, int64_t dim, double eps) {
-    V squares = V_ZERO;
-    for (int64_t i = 0; i < dim; i += LANES) {
-        V value = LOAD_ACT(x + i);
-        squares = V_FMA(value, value, squares);
+ALWAYS V NAME(scale)(const Call *c, const void *x, const int64_t format) {
+    V squares = SET(0.0f);
+    for (int64_t i = 0; i < c->dim; i += LANES) {
+        V value = NAME(load)(x, i, format);
+        squares = FMA(value, value, squares);
     }
-    return V_SET(1.0f / sqrtf(NAME(sum)(squares) / (float)dim + (float)eps));
+    return SET(1.0f / sqrtf(NAME(sum)(squares) / (float)c->dim + (float)c->eps));
 }
 
-static void NAME(norm)(const ACT *x, const float *weight, double eps, int64_t dim, INPUT *y) {
-    V scale = weight ? NAME(scale)(x, dim, eps) : V_SET(1.0f);
-    for (int64_t i = 0; i < dim; i += LANES) {
-        V value = V_MUL(LOAD_ACT(x + i), scale);
-        STORE_INPUT(y + i, weight ? V_MUL(value, V_LOAD(weight + i)) : value);
-    }
-}
-
-static void NAME(norm_to_act)(const ACT *x, const float *weight, double eps, int64_t dim, ACT *y) {
-    V scale = weight ? NAME(scale)(x, dim, eps) : V_SET(1.0f);
-    for (int64_t i = 0; i < dim; i += LANES) {
-        V value = V_MUL(LOAD_ACT(x + i), scale);
-        STORE_ACT(y + i, weight ? V_MUL(value, V_LOAD(weight + i)) : value);
+/* Into activations or inputs; without a weight as it is. */
+ALWAYS void NAME(norm)(const Call *c, const ACT *x, const float *weight, void *y, const int64_t format) {
+    V scale = weight ? NAME(scale)(c, x, ACTS) : SET(1.0f);
+    for (int64_t i = 0; i < c->dim; i += LANES) {
+        V value = LOAD_ACT(x, i) * scale;
+        if (weight) value *= LOAD(weight + i);
+        NAME(store)(y, i, format, value);
     }
 }
 
 /* x += norm(part): of families with norms behind attention and SwiGLU, too. */
-static void NAME(add_normed)(const float *part, const float *weight, double eps, int64_t dim, ACT *x) {
-    V squares = V_ZERO;
-    for (int64_t i = 0; i < dim; i += LANES) squares = V_FMA(V_LOAD(part + i), V_LOAD(part + i), squares);
-    V scale = V_SET(1.0f / sqrtf(NAME(sum)(squares) / (float)dim + (float)eps));
-    for (int64_t i = 0; i < dim; i += LANES)
-        STORE_ACT(x + i, V_FMA(V_MUL(V_LOAD(part + i), scale), V_LOAD(weight + i), LOAD_ACT(x + i)));
+static void NAME(add_normed)(const Call *c, const float *part, const float *weight, ACT *x) {
+    V scale = NAME(scale)(c, part, FLOAT32);
+    for (int64_t i = 0; i < c->dim; i += LANES)
+        STORE_ACT(x, i, FMA(LOAD(part + i) * scale, LOAD(weight + i), LOAD_ACT(x, i)));
 }
 
 /* ---------------------------------------------------------------- heads */
 
+/* What a pass needs besides its call: what its threads share, and what one has for itself. */
+typedef struct {
+    const Call *call;
+    float *qkv, *part;                /* [R T, (heads + 2 kv) head_dim], [R T, dim] */
+    INPUT *normed, *mixed, *gated;    /* [R T, dim], [R T, heads head_dim], [R T, ffn] */
+    int64_t *lengths;                 /* [R] where the positions end that a row's queries attend to */
+    float *scores, *turned;           /* [4, S rounded up], [head_dim] */
+    ACT *query, *moved;               /* [head_dim], [D, head_dim] */
+    const ACT *keys, *values, *next;  /* of the unit at hand, and what is read behind its values */
+    int64_t length;
+} NAME(Pass);
+
 /* Chameleon's norm of one head: layer norm with weights of its own, in place. */
 static void NAME(head_norm)(float *x, const float *weight, const float *bias, int64_t size) {
-    V total = V_ZERO, squares = V_ZERO;
-    for (int64_t i = 0; i < size; i += LANES) total = V_ADD(total, V_LOAD(x + i));
-    V mean = V_SET(NAME(sum)(total) / (float)size);
+    V total = SET(0.0f), squares = SET(0.0f);
+    for (int64_t i = 0; i < size; i += LANES) total += LOAD(x + i);
+    V mean = SET(NAME(sum)(total) / (float)size);
     for (int64_t i = 0; i < size; i += LANES) {
-        V off = V_SUB(V_LOAD(x + i), mean);
-        squares = V_FMA(off, off, squares);
+        V off = LOAD(x + i) - mean;
+        squares = FMA(off, off, squares);
     }
-    V scale = V_SET(1.0f / sqrtf(NAME(sum)(squares) / (float)size + 1e-5f));
+    V scale = SET(1.0f / sqrtf(NAME(sum)(squares) / (float)size + 1e-5f));
     for (int64_t i = 0; i < size; i += LANES)
-        V_STORE(x + i, V_FMA(V_MUL(V_SUB(V_LOAD(x + i), mean), scale), V_LOAD(weight + i), V_LOAD(bias + i)));
-}
-
-static void NAME(rotate)(const float *x, const float *rope, int64_t size, int64_t interleaved, float *y) {
-    int64_t pairs = size / 2, step = interleaved ? 2 : 1, far = interleaved ? 1 : pairs;
-    for (int64_t i = 0; i < pairs; i++) {
-        float a = x[i * step], b = x[i * step + far], cos = rope[i], sin = rope[pairs + i];
-        y[i * step] = a * cos - b * sin;
-        y[i * step + far] = b * cos + a * sin;
-    }
+        STORE(x + i, FMA((LOAD(x + i) - mean) * scale, LOAD(weight + i), LOAD(bias + i)));
 }
 
 static inline void NAME(store_head)(const float *x, int64_t size, ACT *y) {
-    for (int64_t i = 0; i < size; i += LANES) STORE_ACT(y + i, V_LOAD(x + i));
+    for (int64_t i = 0; i < size; i += LANES) STORE_ACT(y, i, LOAD(x + i));
 }
 
-/* One layer's cache, seen by a row and a key head; `next` is what its thread reads behind its values. */
-typedef struct {
-    const ACT *keys, *values, *next;
-    int64_t stride;
-} NAME(View);
+/* A token's query or key, which lies in `x`: normed (where a family has norms of heads), rotated, and kept in `y`. */
+static void NAME(turn)(
+    const NAME(Pass) *pass, int64_t token, int64_t head, float *x, const float *weight, const float *bias, ACT *y) {
+    int64_t size = pass->call->head_dim, pairs = size / 2, interleaved = pass->call->interleaved;
+    int64_t step = interleaved ? 2 : 1, far = interleaved ? 1 : pairs;
+    const float *rope = pass->call->rope + token * size;
+    if (weight) NAME(head_norm)(x, weight + head * size, bias + head * size, size);
+    for (int64_t i = 0; i < pairs; i++) {
+        float a = x[i * step], b = x[i * step + far], cos = rope[i], sin = rope[pairs + i];
+        pass->turned[i * step] = a * cos - b * sin;
+        pass->turned[i * step + far] = b * cos + a * sin;
+    }
+    NAME(store_head)(pass->turned, size, y);
+}
 
-/* What a thread needs for itself. */
-typedef struct {
-    float *scores;  /* [BLOCK, S rounded up] */
-    ACT *moved;     /* [2 D, head_dim] */
-    ACT *queries;   /* [T group, head_dim] */
-    float *head;    /* [head_dim] */
-} NAME(Scratch);
-
-/* Move what was accepted, then write the new keys and values of a row and a key head. */
-static void NAME(write)(const Call *c, const Layer *layer, int64_t row, int64_t head, const float *qkv, NAME(Scratch) *scratch) {
-    int64_t size = c->head_dim, moves = c->moves, width = (c->heads + 2 * c->kv) * size;
+/* Move what was accepted, then write the new keys and values of a unit: a row and a key head. */
+static void NAME(write)(const NAME(Pass) *pass, const Layer *layer, int64_t unit) {
+    const Call *c = pass->call;
+    int64_t row = unit / c->kv, head = unit % c->kv, size = c->head_dim, moves = c->moves, stride = c->position_stride;
     ACT *keys = (ACT *)layer->keys + head * c->head_stride, *values = (ACT *)layer->values + head * c->head_stride;
+    ACT *both[] = {keys, values};
     const int32_t *goal = c->index + row * (moves + c->tokens), *source = c->source ? c->source + row * moves : 0;
     size_t bytes = (size_t)size * sizeof(ACT);
-    for (int64_t i = 0; i < moves; i++) {
-        memcpy(scratch->moved + 2 * i * size, keys + source[i] * c->position_stride, bytes);
-        memcpy(scratch->moved + (2 * i + 1) * size, values + source[i] * c->position_stride, bytes);
-    }
-    for (int64_t i = 0; i < moves; i++) {
-        memcpy(keys + goal[i] * c->position_stride, scratch->moved + 2 * i * size, bytes);
-        memcpy(values + goal[i] * c->position_stride, scratch->moved + (2 * i + 1) * size, bytes);
+    for (int n = 0; n < 2; n++) {
+        for (int64_t i = 0; i < moves; i++) memcpy(pass->moved + i * size, both[n] + source[i] * stride, bytes);
+        for (int64_t i = 0; i < moves; i++) memcpy(both[n] + goal[i] * stride, pass->moved + i * size, bytes);
     }
     for (int64_t t = 0; t < c->tokens; t++) {
-        float *key = (float *)qkv + (row * c->tokens + t) * width + (c->heads + head) * size;
-        if (layer->k_norm) NAME(head_norm)(key, layer->k_norm + head * size, layer->k_norm_bias + head * size, size);
-        NAME(rotate)(key, c->rope + (row * c->tokens + t) * size, size, c->interleaved, scratch->head);
-        NAME(store_head)(scratch->head, size, keys + goal[moves + t] * c->position_stride);
-        NAME(store_head)(key + c->kv * size, size, values + goal[moves + t] * c->position_stride);
+        int64_t token = row * c->tokens + t;
+        float *key = pass->qkv + (token * (c->heads + 2 * c->kv) + c->heads + head) * size;
+        NAME(turn)(pass, token, head, key, layer->k_norm, layer->k_norm_bias, keys + goal[moves + t] * stride);
+        NAME(store_head)(key + c->kv * size, size, values + goal[moves + t] * stride);
     }
 }
 
-/* Scores of one query at LANES positions from `first` on. */
-static inline V NAME(scores)(const ACT *query, const NAME(View) *view, int64_t first, int64_t length, int64_t last, int64_t size) {
+/* A layer's keys or values from the first position on that a unit attends to. */
+static ACT *NAME(seen)(const Call *c, void *cache, int64_t unit) {
+    return (ACT *)cache + unit % c->kv * c->head_stride + c->starts[unit / c->kv] * c->position_stride;
+}
+
+/* Scores of the query at LANES positions from `first` on. */
+ALWAYS V NAME(scores)(const NAME(Pass) *pass, int64_t first) {
+    int64_t size = pass->call->head_dim, stride = pass->call->position_stride, last = pass->call->capacity - 1;
+    const ACT *query = pass->query, *keys = pass->keys;
+    const ACT *ahead = first + AHEAD < pass->length ? keys : pass->values - up_to(pass->length, LANES) * stride;
     V sum[LANES];
-    const ACT *ahead = first + AHEAD < length ? view->keys : view->values - up_to(length, LANES) * view->stride;
 #pragma GCC unroll 16
     for (int i = 0; i < LANES; i++) {
-        const ACT *key = view->keys + least(first + i, last) * view->stride;
-        for (int64_t d = 0; d < size * (int64_t)sizeof(ACT); d += 64) _mm_prefetch((const char *)(ahead + (first + i + AHEAD) * view->stride) + d, _MM_HINT_T0);
-        V one = V_ZERO;
-#if PAIRS
+        const ACT *key = keys + least(first + i, last) * stride;
+        const char *next = (const char *)(ahead + (first + i + AHEAD) * stride);
+        for (int64_t d = 0; d < size * (int64_t)sizeof(ACT); d += 64) _mm_prefetch(next + d, _MM_HINT_T0);
         int64_t d = 0;
-        for (; d + 2 * LANES <= size; d += 2 * LANES)
-            one = _mm512_dpbf16_ps(one, (__m512bh)_mm512_loadu_si512(query + d), (__m512bh)_mm512_loadu_si512(key + d));
-        for (; d < size; d += LANES) one = V_FMA(LOAD_ACT(query + d), LOAD_ACT(key + d), one);
-#else
-        for (int64_t d = 0; d < size; d += LANES) one = V_FMA(LOAD_ACT(query + d), LOAD_ACT(key + d), one);
-#endif
+        V one = SET(0.0f);
+        for (; PAIRS && d + 2 * LANES <= size; d += 2 * LANES)
+            one = NAME(add_product)(NAME(factor)(query + d), NAME(factor)(key + d), one);
+        for (; d < size; d += LANES) one = FMA(LOAD_ACT(query, d), LOAD_ACT(key, d), one);
         sum[i] = one;
     }
-    return V_SUMS(sum);
+    return NAME(sums)(sum);
 }
 
-/* Softmax of one query over `length` positions, left unnormalised: returns 1 / sum. */
-static float NAME(weigh)(const ACT *query, const NAME(View) *view, const float *mask, int64_t length, int64_t capacity, int64_t size, float *scores) {
-    V scale = V_SET(1.0f / sqrtf((float)size)), most = V_SET(-INFINITY), total = V_ZERO;
-    for (int64_t p = 0; p < length; p += LANES) {
+/* Softmax of the query over the positions, left unnormalised: returns 1 / sum. */
+static float NAME(weigh)(const NAME(Pass) *pass, const float *mask, float *scores) {
+    int64_t capacity = pass->call->capacity;
+    V scale = SET(1.0f / sqrtf((float)pass->call->head_dim)), most = SET(-INFINITY), total = SET(0.0f);
+    for (int64_t p = 0; p < pass->length; p += LANES) {
         float edge[LANES];
         const float *hidden = mask + p;
         if (p + LANES > capacity) {
             for (int64_t i = 0; i < LANES; i++) edge[i] = p + i < capacity ? mask[p + i] : -3e38f;
             hidden = edge;
         }
-        V score = V_FMA(NAME(scores)(query, view, p, length, capacity - 1, size), scale, V_LOAD(hidden));
-        V_STORE(scores + p, score);
-        most = V_MAX(most, score);
+        V score = FMA(NAME(scores)(pass, p), scale, LOAD(hidden));
+        STORE(scores + p, score);
+        most = MM(max_ps)(most, score);
     }
-    V top = V_SET(NAME(largest)(most));
-    for (int64_t p = 0; p < length; p += LANES) {
-        V weight = NAME(exp)(V_SUB(V_LOAD(scores + p), top));
-        V_STORE(scores + p, weight);
-        total = V_ADD(total, weight);
+    V top = SET(NAME(largest)(most));
+    for (int64_t p = 0; p < pass->length; p += LANES) {
+        V weight = NAME(exp)(LOAD(scores + p) - top);
+        STORE(scores + p, weight);
+        total += weight;
     }
     return 1.0f / NAME(sum)(total);
 }
 
-/* Weighted sums of values for `count` queries and `wide` vectors of their features. */
-static inline __attribute__((always_inline)) void NAME(mix)(
-    const int count, const int wide, const float *weights, int64_t stride, const ACT *values, const ACT *next, int64_t value_stride,
-    int64_t length, const float *factor, INPUT *const *out) {
+/* Weighted sums of values for `count` queries and `wide` vectors of their features from `first` on. */
+ALWAYS void NAME(mix)(
+    const NAME(Pass) *pass, const int count, const int wide, int64_t first, const float *factor, INPUT *const *out) {
+    int64_t length = pass->length, stride = pass->call->position_stride, of_query = up_to(pass->call->capacity, BLOCK);
+    const ACT *values = pass->values + first, *next = pass->next + first - length * stride;
+    const float *weights = pass->scores;
     V sum[4][4];
     for (int i = 0; i < count; i++)
-        for (int j = 0; j < wide; j++) sum[i][j] = V_ZERO;
+        for (int j = 0; j < wide; j++) sum[i][j] = SET(0.0f);
     for (int64_t p = 0; p < length; p++) {
         V value[4];
-        const ACT *ahead = (p + AHEAD < length ? values : next - length * value_stride) + (p + AHEAD) * value_stride;
+        const ACT *ahead = (p + AHEAD < length ? values : next) + (p + AHEAD) * stride;
         for (int j = 0; j < wide; j++) _mm_prefetch((const char *)(ahead + LANES * j), _MM_HINT_T0);
-        for (int j = 0; j < wide; j++) value[j] = LOAD_ACT(values + p * value_stride + LANES * j);
+        for (int j = 0; j < wide; j++) value[j] = LOAD_ACT(values + p * stride, LANES * j);
         for (int i = 0; i < count; i++) {
-            V weight = V_SET(weights[i * stride + p]);
-            for (int j = 0; j < wide; j++) sum[i][j] = V_FMA(weight, value[j], sum[i][j]);
+            V weight = SET(weights[i * of_query + p]);
+            for (int j = 0; j < wide; j++) sum[i][j] = FMA(weight, value[j], sum[i][j]);
         }
     }
     for (int i = 0; i < count; i++)
-        for (int j = 0; j < wide; j++) STORE_INPUT(out[i] + LANES * j, V_MUL(sum[i][j], V_SET(factor[i])));
+        for (int j = 0; j < wide; j++) STORE_INPUT(out[i], first + LANES * j, sum[i][j] * factor[i]);
 }
 
-#define MIX(count, wide) case wide * 8 + count: NAME(mix)(count, wide, scores, stride, view->values + d, view->next + d, view->stride, positions, factor, out); break;
-static void NAME(mix_all)(int64_t count, const float *scores, int64_t stride, const NAME(View) *view, int64_t positions, const float *factor, INPUT **out, int64_t size) {
-    for (int64_t d = 0; d < size;) {
-        int64_t wide = (size - d) / LANES >= 4 ? 4 : (size - d) / LANES >= 2 ? 2 : 1;
+#define MIX(count, wide) case wide * 8 + count: NAME(mix)(pass, count, wide, d, factor, out); break;
+static void NAME(mix_all)(const NAME(Pass) *pass, int64_t count, const float *factor, INPUT *const *out) {
+    int64_t size = pass->call->head_dim;
+    for (int64_t d = 0, wide; d < size; d += wide * LANES) {
+        wide = (size - d) / LANES >= 4 ? 4 : (size - d) / LANES >= 2 ? 2 : 1;
         switch (wide * 8 + count) {
             MIX(1, 4) MIX(2, 4) MIX(3, 4) MIX(4, 4)
             MIX(1, 2) MIX(2, 2) MIX(3, 2) MIX(4, 2)
             MIX(1, 1) MIX(2, 1) MIX(3, 1) MIX(4, 1)
         }
-        for (int64_t i = 0; i < count; i++) out[i] += wide * LANES;
-        d += wide * LANES;
     }
 }
 #undef MIX
 
-/* Attention of a row's queries that share a key head. */
-static ACT *NAME(seen)(const Call *c, void *cache, int64_t row, int64_t head) {
-    return (ACT *)cache + head * c->head_stride + c->starts[row] * c->position_stride;
-}
-
-static void NAME(attend)(const Call *c, const Layer *layer, int64_t row, int64_t head, const ACT *next, float *qkv, int64_t length, INPUT *mixed, NAME(Scratch) *scratch) {
-    int64_t size = c->head_dim, group = c->heads / c->kv, width = (c->heads + 2 * c->kv) * size, count = c->tokens * group;
-    int64_t stride = up_to(c->capacity, BLOCK);
-    NAME(View) view = {NAME(seen)(c, layer->keys, row, head), NAME(seen)(c, layer->values, row, head), next, c->position_stride};
-    for (int64_t n = 0; n < count; n++) {  /* token n / group, head n % group of the group */
-        int64_t token = row * c->tokens + n / group, h = head * group + n % group;
-        float *query = qkv + token * width + h * size;
-        if (layer->q_norm) NAME(head_norm)(query, layer->q_norm + h * size, layer->q_norm_bias + h * size, size);
-        NAME(rotate)(query, c->rope + token * size, size, c->interleaved, scratch->head);
-        NAME(store_head)(scratch->head, size, scratch->queries + n * size);
-    }
-    for (int64_t n = 0; n < count; n += 4) {
-        int64_t some = least(4, count - n);
+/* Attention of a unit's queries; its thread goes on with the unit `next`. */
+static void NAME(attend)(NAME(Pass) *pass, const Layer *layer, int64_t unit, int64_t next) {
+    const Call *c = pass->call;
+    int64_t row = unit / c->kv, group = c->heads / c->kv, count = c->tokens * group, size = c->head_dim;
+    pass->keys = NAME(seen)(c, layer->keys, unit);
+    pass->values = NAME(seen)(c, layer->values, unit);
+    pass->next = NAME(seen)(c, layer->keys, next);
+    pass->length = pass->lengths[row];
+    for (int64_t first = 0; first < count; first += 4) {
+        int64_t some = least(4, count - first);
         float factor[4];
         INPUT *out[4];
         for (int64_t i = 0; i < some; i++) {
-            int64_t token = row * c->tokens + (n + i) / group, h = head * group + (n + i) % group;
-            factor[i] = NAME(weigh)(scratch->queries + (n + i) * size, &view, c->mask + token * c->capacity, length, c->capacity, size, scratch->scores + i * stride);
-            out[i] = mixed + token * c->heads * size + h * size;
+            int64_t token = row * c->tokens + (first + i) / group, head = unit % c->kv * group + (first + i) % group;
+            float *query = pass->qkv + (token * (c->heads + 2 * c->kv) + head) * size;
+            NAME(turn)(pass, token, head, query, layer->q_norm, layer->q_norm_bias, pass->query);
+            factor[i] = NAME(weigh)(pass, c->mask + token * c->capacity, pass->scores + i * up_to(c->capacity, BLOCK));
+            out[i] = pass->mixed + (token * c->heads + head) * size;
         }
-        NAME(mix_all)(some, scratch->scores, stride, &view, least(length, c->capacity), factor, out, size);
+        NAME(mix_all)(pass, some, factor, out);
     }
 }
 
@@ -409,75 +393,90 @@ static int64_t NAME(filled)(const Call *c, int64_t row) {
     return end;
 }
 
-/* A product of SwiGLU by the panels of one thread, for each run of tokens that share its matrix. */
-static void NAME(feed)(const Call *c, const INPUT *x, const Matrix *image, const Matrix *word, const Sink *sink, int64_t thread, int64_t threads) {
-    int64_t size = sink->kind == GATED ? sizeof(INPUT) : sink->kind == ADDED ? sizeof(ACT) : sizeof(float);
+/* A product of SwiGLU, for each run of tokens that share its matrix. */
+static void NAME(feed)(const Call *c, const INPUT *x, const Matrix *image, const Matrix *word, const Sink *sink) {
+    int64_t row = (sink->kind == GATED ? image->out / 2 : image->out) * bytes_of(sink->format);
     const uint8_t *words = word->weight ? c->words : 0;
     for (int64_t first = 0, end, count = c->rows * c->tokens; first < count; first = end) {
         for (end = first + 1; end < count && (!words || words[end] == words[first]);) end++;
-        Sink part = *sink;
-        part.y = (char *)sink->y + first * sink->stride * size;
-        NAME(multiply)(x + first * image->in, end - first, words && words[first] ? word : image, &part, thread, threads);
+        Sink part = {sink->kind, sink->format, (char *)sink->y + first * row};
+        NAME(multiply)(x + first * image->in, end - first, words && words[first] ? word : image, &part);
     }
 }
 
+/* One layer, by each thread of a team. What belongs to one token is always done by the same thread. */
+static void NAME(run)(NAME(Pass) *pass, const Layer *layer) {
+    const Call *c = pass->call;
+    int64_t count = c->rows * c->tokens, dim = c->dim, units = c->rows * c->kv, threads = omp_get_num_threads();
+    ACT *x = c->x;
+    Sink to_qkv = {KEPT, FLOAT32, pass->qkv}, to_gated = {GATED, INPUTS, pass->gated};
+    Sink to_x = {ADDED, ACTS, x}, to_part = {KEPT, FLOAT32, pass->part};
+#pragma omp for schedule(static, 1)
+    for (int64_t m = 0; m < count; m++) NAME(norm)(c, x + m * dim, layer->norm, pass->normed + m * dim, INPUTS);
+    NAME(multiply)(pass->normed, count, &layer->qkv, &to_qkv);
+#pragma omp barrier
+#pragma omp for schedule(static, 1)
+    for (int64_t unit = 0; unit < units; unit++) {
+        NAME(write)(pass, layer, unit);
+        NAME(attend)(pass, layer, unit, unit + threads < units ? unit + threads : unit);
+    }
+    NAME(multiply)(pass->mixed, count, &layer->out, layer->post_norm ? &to_part : &to_x);
+#pragma omp barrier
+#pragma omp for schedule(static, 1)
+    for (int64_t m = 0; m < count; m++) {
+        if (layer->post_norm) NAME(add_normed)(c, pass->part + m * dim, layer->post_norm, x + m * dim);
+        NAME(norm)(c, x + m * dim, layer->ffn_norm, pass->normed + m * dim, INPUTS);
+    }
+    NAME(feed)(c, pass->normed, &layer->gate_up, &layer->word_gate_up, &to_gated);
+#pragma omp barrier
+    NAME(feed)(c, pass->gated, &layer->down, &layer->word_down, layer->ffn_post_norm ? &to_part : &to_x);
+#pragma omp barrier
+    if (!layer->ffn_post_norm) return;
+#pragma omp for schedule(static, 1) nowait
+    for (int64_t m = 0; m < count; m++) NAME(add_normed)(c, pass->part + m * dim, layer->ffn_post_norm, x + m * dim);
+}
+
+/* Where the parts of a pass lie in memory from `at` on, as one thread has them. -> where they end */
+static int64_t NAME(lay_out)(NAME(Pass) *pass, int64_t at, int64_t thread) {
+    const Call *c = pass->call;
+    int64_t count = c->rows * c->tokens, size = c->head_dim, input = sizeof(INPUT), act = sizeof(ACT);
+    pass->qkv = take(&at, 4 * count * (c->heads + 2 * c->kv) * size);
+    pass->part = take(&at, 4 * count * c->dim);
+    pass->normed = take(&at, input * count * c->dim);
+    pass->mixed = take(&at, input * count * c->heads * size);
+    pass->gated = take(&at, input * count * c->ffn);
+    pass->lengths = take(&at, 8 * c->rows);
+    for (int64_t n = 0; n <= thread; n++) {
+        pass->turned = take(&at, 4 * size);
+        pass->query = take(&at, act * size);
+        pass->moved = take(&at, act * c->moves * size);
+        pass->scores = take(&at, 4 * 4 * up_to(c->capacity, BLOCK) + 256);  /* no line close to another thread's */
+    }
+    return at;
+}
+
 static int NAME(decode)(const Call *c) {
-    int64_t count = c->rows * c->tokens, dim = c->dim, size = c->head_dim, units = c->rows * c->kv;
-    int64_t width = (c->heads + 2 * c->kv) * size, mixed_width = c->heads * size, ffn = up_to(c->ffn, PANEL);
-    if (dim % LANES || size % LANES || c->ffn % (PANEL / 2) || c->heads % c->kv || mixed_width % 2) return -2;
-    int64_t stride = up_to(c->capacity, BLOCK), group = c->heads / c->kv;
-    int64_t shared_floats = count * (width + dim) + c->rows, inputs = count * (dim + mixed_width + ffn);
-    int64_t own = 4 * stride * 4 + (2 * c->moves + c->tokens * group + 1) * size * (int64_t)sizeof(ACT) + 4 * size + 256;
-    own = up_to(own, 64);
-    char *memory = aligned(shared_floats * 4 + inputs * (int64_t)sizeof(INPUT) + 8 * c->rows + 256 + own * c->threads);
+    int64_t count = c->rows * c->tokens, dim = c->dim, size = c->head_dim, features = (1 + c->aux_count) * dim;
+    if (dim % LANES || size % LANES || c->ffn % (PANEL / 2) || c->heads % c->kv || c->heads * size % 2) return -2;
+    NAME(Pass) pass = {.call = c};
+    void *memory = aligned(NAME(lay_out)(&pass, 0, c->threads - 1));
     if (!memory) return -1;
-    float *qkv = (float *)memory, *part = qkv + count * width;
-    int64_t *lengths = (int64_t *)(memory + up_to(4 * count * (width + dim), 64));
-    INPUT *normed = (INPUT *)((char *)lengths + up_to(8 * c->rows, 64)), *mixed = normed + count * dim, *gated = mixed + count * mixed_width;
-    char *scratches = (char *)up_to((int64_t)(gated + count * ffn), 64);
-    ACT *x = c->x, *features = c->features;
-    for (int64_t row = 0; row < c->rows; row++) lengths[row] = NAME(filled)(c, row);
-#pragma omp parallel num_threads((int)c->threads)
+    NAME(lay_out)(&pass, (int64_t)memory, 0);
+    for (int64_t row = 0; row < c->rows; row++) pass.lengths[row] = NAME(filled)(c, row);
+    ACT *x = c->x, *out = c->features;
+#pragma omp parallel num_threads((int)c->threads) firstprivate(pass)
     {
-        int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
-        char *mine = scratches + own * thread;
-        NAME(Scratch) scratch = {(float *)mine, 0, 0, 0};
-        scratch.head = scratch.scores + 4 * stride;
-        scratch.moved = (ACT *)(scratch.head + size);
-        scratch.queries = scratch.moved + 2 * c->moves * size;
+        NAME(lay_out)(&pass, (int64_t)memory, omp_get_thread_num());
         for (int64_t l = 0; l < c->layer_count; l++) {
-            const Layer *layer = c->layers + l;
-            Sink to_qkv = {TO_FLOATS, qkv, width, width, layer->qkv.bias}, to_gated = {GATED, gated, c->ffn, c->ffn, 0};
-            Sink to_x = {ADDED, x, dim, dim, 0}, to_part = {TO_FLOATS, part, dim, dim, 0};
-            for (int64_t m = thread; m < count; m += threads) NAME(norm)(x + m * dim, layer->norm, c->eps, dim, normed + m * dim);
-#pragma omp barrier
-            NAME(multiply)(normed, count, &layer->qkv, &to_qkv, thread, threads);
-#pragma omp barrier
-            for (int64_t u = thread; u < units; u += threads) {
-                NAME(write)(c, layer, u / c->kv, u % c->kv, qkv, &scratch);
-                int64_t next = u + threads < units ? u + threads : u;
-                NAME(attend)(c, layer, u / c->kv, u % c->kv, NAME(seen)(c, layer->keys, next / c->kv, next % c->kv), qkv, lengths[u / c->kv], mixed, &scratch);
+            NAME(run)(&pass, c->layers + l);
+            for (int64_t a = 0; a < c->aux_count; a++) {
+                if (c->aux[a] != l) continue;
+#pragma omp for schedule(static, 1) nowait
+                for (int64_t m = 0; m < count; m++) memcpy(out + m * features + (1 + a) * dim, x + m * dim, (size_t)dim * sizeof(ACT));
             }
-#pragma omp barrier
-            NAME(multiply)(mixed, count, &layer->out, layer->post_norm ? &to_part : &to_x, thread, threads);
-#pragma omp barrier
-            for (int64_t m = thread; m < count; m += threads) {
-                if (layer->post_norm) NAME(add_normed)(part + m * dim, layer->post_norm, c->eps, dim, x + m * dim);
-                NAME(norm)(x + m * dim, layer->ffn_norm, c->eps, dim, normed + m * dim);
-            }
-#pragma omp barrier
-            NAME(feed)(c, normed, &layer->gate_up, &layer->word_gate_up, &to_gated, thread, threads);
-#pragma omp barrier
-            NAME(feed)(c, gated, &layer->down, &layer->word_down, layer->ffn_post_norm ? &to_part : &to_x, thread, threads);
-#pragma omp barrier
-            for (int64_t m = thread; layer->ffn_post_norm && m < count; m += threads)
-                NAME(add_normed)(part + m * dim, layer->ffn_post_norm, c->eps, dim, x + m * dim);
-            for (int64_t a = 0; a < c->aux_count; a++)
-                for (int64_t m = thread; c->aux[a] == l && m < count; m += threads)
-                    memcpy(features + (m * (1 + c->aux_count) + 1 + a) * dim, x + m * dim, (size_t)dim * sizeof(ACT));
         }
-        for (int64_t m = thread; m < count; m += threads)
-            NAME(norm_to_act)(x + m * dim, c->final_norm, c->eps, dim, features + m * (1 + c->aux_count) * dim);
+#pragma omp for schedule(static, 1) nowait
+        for (int64_t m = 0; m < count; m++) NAME(norm)(c, x + m * dim, c->final_norm, out + m * features, ACTS);
     }
     free(memory);
     return 0;
@@ -488,36 +487,16 @@ static int NAME(linear)(int64_t threads, const Matrix *matrix, const void *x, in
     INPUT *converted = 0;
     if (PAIRS && matrix->in % 2) return -2;
     if (sizeof(INPUT) != sizeof(ACT)) {  /* bfloat16 activations, multiplied in float32 */
-        converted = aligned(rows * matrix->in * (int64_t)sizeof(INPUT));
+        from = converted = aligned(rows * matrix->in * (int64_t)sizeof(INPUT));
         if (!converted) return -1;
-        for (int64_t i = 0; i < rows * matrix->in; i++) converted[i] = (INPUT)TO_FLOAT(((const ACT *)x)[i]);
-        from = converted;
+        for (int64_t i = 0; i < rows * matrix->in; i++) ((word *)converted)[i] = (word)((const half *)x)[i] << 16;
     }
-    Sink sink = {TO_ACTS, y, matrix->out, matrix->out, matrix->bias};
+    Sink sink = {KEPT, ACTS, y};
 #pragma omp parallel num_threads((int)threads)
-    NAME(multiply)(from, rows, matrix, &sink, omp_get_thread_num(), omp_get_num_threads());
+    NAME(multiply)(from, rows, matrix, &sink);
     free(converted);
     return 0;
 }
 
-static const Kernels JOIN(kernels, ISA, FORMAT) = {NAME(packed_bytes), NAME(pack), NAME(linear), NAME(decode)};
-
-#undef ACT
-#undef WEIGHT
-#undef LOAD_ACT
-#undef STORE_ACT
-#undef LOAD_WEIGHT
-#undef TO_FLOAT
-#undef TO_ACT
-#undef INPUT
-#undef STORE_INPUT
-#undef FACTOR
-#undef LOAD_FACTOR
-#undef SET_FACTOR
-#undef ADD_PRODUCT
-#undef WIDE
-#undef INPUTS
-#undef STEP
-#undef STEPS
-
-#endif
+static const Kernels NAME(kernels) = {PANEL, NAME(pack), NAME(linear), NAME(decode)};
+#undef FORMAT

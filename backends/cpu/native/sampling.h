@@ -107,15 +107,14 @@ static void walk(const Walk *w, int64_t image, float *q) {
         if ((walking = walking && children[0] > 0)) {
             int64_t at = (image * w->inner + w->row[image * w->nodes + node]) * n;
             const float *whole = w->p + at, *uniform = w->uniform + (image * w->depths + depth) * w->widest;
-            memcpy(p, whole, (size_t)n * 4);
             memcpy(q, w->q + at, (size_t)n * 4);
-            if (w->tv) {  /* blend: p is not needed until it is copied anew */
-                for (int64_t i = 0; i < n; i++) p[i] = p[i] - q[i] < 0.0f ? 0.0f : p[i] - q[i];
+            if (w->tv) {  /* blend */
+                for (int64_t i = 0; i < n; i++) p[i] = whole[i] - q[i] < 0.0f ? 0.0f : whole[i] - q[i];
                 float distance = total(p, n);
-                memcpy(p, whole, (size_t)n * 4);
                 spent = fminf(fminf(distance, w->tv[image]), fmaxf(budget, 0.0f));
                 share = spent / fmaxf(distance, FLT_MIN);
             }
+            memcpy(p, whole, (size_t)n * 4);
             walking = 0;
             for (int64_t c = 0; c < w->widest && children[c] > 0 && !walking; c++) {
                 int64_t token = tokens[children[c]], next = c + 1 < w->widest && children[c + 1] > 0;
