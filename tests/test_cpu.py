@@ -15,7 +15,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from lantern_hpu.backends import DeviceOptions, get_backend, host
 from lantern_hpu.backends.cpu import native
-from lantern_hpu.backends.cpu.backend import PATIENCE, Search, ThreadPace, search
+from lantern_hpu.backends.cpu.backend import PATIENCE, ThreadPace
 from lantern_hpu.commands.generate import main
 from lantern_hpu.decode.state import bits_digest
 from lantern_hpu.errors import DeviceError, OptionError
@@ -267,29 +267,23 @@ def paced(
     return pace
 
 
-def answered(asked: Search, seconds: dict[int, float]) -> tuple[tuple[int, float], list[int]]:
-    """What a search finds, and the counts that it tried."""
-    counts = [next(asked)]
-    try:
-        while True:
-            counts.append(asked.send(seconds[counts[-1]]))
-    except StopIteration as done:
-        return done.value, counts
-
-
 @pytest.mark.parametrize(
     ("seconds", "best", "tried"),
     [
         ({8: 1.0, 4: 1.5, 2: 0.1, 1: 0.1}, 8, [8, 4]),
         ({8: 9.0, 4: 4.0, 2: 1.0, 1: 0.5}, 1, [8, 4, 2, 1]),
         ({8: 1.0, 4: 1.0, 2: 0.8, 1: 1.5}, 2, [8, 4, 2, 1]),
-        ({1: 1.0}, 1, [1]),
+        ({1: 1.0}, 1, []),
     ],
 )
 def test_threads_are_halved_while_that_helps(
-    seconds: dict[int, float], best: int, tried: list[int]
+    threads: Callable[[int], None], seconds: dict[int, float], best: int, tried: list[int]
 ) -> None:
-    assert answered(search(max(seconds)), seconds) == ((best, seconds[best]), tried)
+    threads(max(seconds))
+    machine = Machine(**{f"t{count}": took for count, took in seconds.items()})
+    pace = ThreadPace(clock=machine.clock)
+    pace.fit(machine.step, machine.bits)
+    assert (pace.count, list(dict.fromkeys(machine.ran))) == (best, tried)
 
 
 def test_the_warm_up_takes_the_fastest_number(threads: Callable[[int], None]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from math import inf
@@ -40,25 +40,6 @@ ENOUGH = 0.25  # seconds of one: it need not be longer
 SLOW = 2.5  # times what a step took when the threads were chosen: they are chosen anew
 LAST = 3  # steps whose median is looked at
 PATIENCE = 100  # more threads are tried again after so many times what trying took
-
-Search = Generator[int, float, tuple[int, float]]
-
-
-def search(most: int) -> Search:
-    """Halve the threads while that helps. Yields counts, each of which is sent the seconds of a step with it.
-
-    Returns the best count, and its seconds.
-    """
-    best, least = most, (yield most)
-    count = most // 2
-    while count:
-        took = yield count
-        if took < LESS * least:
-            best, least = count, took
-        elif took > WORSE * least:
-            break
-        count //= 2
-    return best, least
 
 
 def median_seconds(step: Callable[[], object], clock: Callable[[], float]) -> float:
@@ -104,14 +85,18 @@ class ThreadPace(Pace):
         self.usual = inf  # seconds of a step with what was chosen
         self.again = inf  # when more threads are tried once more
         self.last = deque[float](maxlen=LAST)  # seconds of steps
-        self.search: Search | None = None  # under way, by the steps of an image
+        self.searching = False  # in the warm-up, or by the steps of an image
+        self.best, self.least = (
+            self.most,
+            inf,
+        )  # of the search: the count, and the seconds of a step with it
         self.tried: dict[int, float] = {}  # seconds of a step, by count
 
     def fit(self, step: Callable[[], object], bits: Callable[[], object]) -> None:
         """Trials in the warm-up, whose results are discarded."""
         self.begin()
         want: object = None
-        while self.search is not None:
+        while self.searching:
             with self.held():
                 took, found = median_seconds(step, self.clock), bits()
             want = found if self.count == self.most else want
@@ -130,7 +115,7 @@ class ThreadPace(Pace):
 
     def note(self, took: float) -> None:
         """A step of an image took so long: go on with a search, or begin one if it is time to."""
-        if self.search is not None:
+        if self.searching:
             return self.answer(took, "while drawing")
         self.last.append(took)
         lately = median(self.last) if len(self.last) == LAST else self.usual
@@ -140,18 +125,19 @@ class ThreadPace(Pace):
 
     def begin(self) -> None:
         """Begin a search; there is none where there is one thread."""
-        if self.most > 1:
-            self.search, self.tried = search(self.most), {}
-            self.count = next(self.search)
+        self.searching, self.tried = self.most > 1, {}
+        self.count, self.best, self.least = self.most, self.most, inf
 
     def answer(self, took: float, when: str) -> None:
-        """What a step took with the threads that are being tried."""
-        assert self.search is not None
+        """What a step took with the threads that are being tried: they are halved while that helps."""
         self.tried[self.count] = took
-        try:
-            self.count = self.search.send(took * (OTHER_BITS if self.count in self.unlike else 1))
-        except StopIteration as done:
-            self.count, self.search = done.value[0], None
+        weighed = took * (OTHER_BITS if self.count in self.unlike else 1)
+        if weighed < LESS * self.least:
+            self.best, self.least = self.count, weighed
+        if self.count > 1 and weighed <= WORSE * self.least:
+            self.count //= 2
+        else:
+            self.count, self.searching = self.best, False
             self.usual = self.tried[self.count]
             self.again = self.clock() + PATIENCE * sum(self.tried.values())
             self.last.clear()
