@@ -2,17 +2,19 @@
 
     python -m scripts.measure.peers --environment peers --output peers.json
 
-Each peer runs in a process of its own, with the same sizes, random bfloat16 weights, two rows (guidance), 300 positions
-known of each, and logits of all tokens; the least of nine steps counts, and what a program does to forget the step
-before is not timed. The others come into environments of their own, which are made where they are missing: `torch` with
-`transformers`; `llama-cpp-python` with `gguf`, which is compiled for this processor; and `optimum-intel`, which exports
-transformers' model to OpenVINO. One that cannot be installed or run is left out, and said.
+Each program runs in a process of its own, with the same sizes, random bfloat16 weights, two rows (guidance), 300
+positions known of each, and logits of all tokens. They take turns, as a shared machine's speed drifts, and the least of
+all steps counts; what a program does to forget the step before is not timed. This package is measured limited to AVX2,
+too. The others come into environments of their own, which are made where they are missing: `torch` with `transformers`;
+`llama-cpp-python` with `gguf`, which is compiled for this processor; and `optimum-intel`, which exports transformers'
+model to OpenVINO. One that cannot be installed or run is left out, and said.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -28,7 +30,11 @@ PACKAGES = {
     "llama.cpp": ("numpy", "gguf", "llama-cpp-python"),
     "openvino": ("torch==2.13.0", "optimum-intel"),
 }
-OWN = "lantern_hpu"
+# This package, and what limits it
+OWN: dict[str, dict[str, str]] = {
+    "lantern_hpu": {},
+    "lantern_hpu, AVX2": {"ATEN_CPU_CAPABILITY": "avx2"},
+}
 
 
 def least_ms(
@@ -165,8 +171,6 @@ def write_gguf(file: Path) -> None:
 
 
 def by_llama_cpp(folder: Path) -> dict[int, float]:
-    import os
-
     import llama_cpp as lib
 
     file = folder.with_suffix(".gguf")
@@ -258,13 +262,14 @@ PEERS: dict[str, Callable[[Path], dict[int, float]]] = {
 def measure(name: str, environment: Path) -> dict[str, float]:
     """One program in a process of its own, which is installed first. -> milliseconds by tokens a row"""
     python = sys.executable
-    if name != OWN:
+    if name not in OWN:
         python = str(environment / name / "bin" / "python")
         if not Path(python).exists():
             subprocess.run([sys.executable, "-m", "venv", environment / name], check=True)
         subprocess.run([python, "-m", "pip", "install", "-q", *PACKAGES[name]], check=True)
     command = [python, __file__, "--peer", name, "--environment", str(environment)]
-    said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    there = {**os.environ, **OWN.get(name, {})}
+    said = subprocess.run(command, env=there, check=True, stdout=subprocess.PIPE, text=True).stdout
     found: dict[str, float] = json.loads(said.splitlines()[-1])
     return found
 
@@ -275,20 +280,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--environment", type=Path, default=Path("peers"), help="folder of the others' environments"
     )
     parser.add_argument("--output", type=Path, default=Path("peers.json"))
-    parser.add_argument("--only", default=",".join([OWN, *PEERS]), help="comma-separated")
+    parser.add_argument("--only", default=";".join([*OWN, *PEERS]), help="separated by ;")
+    parser.add_argument("--turns", type=int, default=3, help="of each program")
     parser.add_argument("--peer", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.peer:
         peer = PEERS.get(args.peer)
         print(json.dumps(own() if peer is None else peer(args.environment / "llama")))
         return 0
-    found: dict[str, Any] = {}
-    for name in args.only.split(","):
+    found: dict[str, dict[str, float]] = {}
+    for name in args.only.split(";") * args.turns:
         try:
-            found[name] = measure(name, args.environment)
-            print(name, " ".join(f"{ms:.1f}" for ms in found[name].values()), flush=True)
+            now = measure(name, args.environment)
         except subprocess.CalledProcessError as error:
             print(f"{name} is left out: {error}", file=sys.stderr)
+            continue
+        found[name] = {count: min(ms, found.get(name, now)[count]) for count, ms in now.items()}
+        print(name, " ".join(f"{ms:.1f}" for ms in now.values()), flush=True)
     args.output.write_text(json.dumps({"ms": found, "counts": COUNTS}, indent=1) + "\n")
     return 0
 
