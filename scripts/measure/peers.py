@@ -33,7 +33,7 @@ PACKAGES = {
 # This package, and what limits it
 OWN: dict[str, dict[str, str]] = {
     "lantern_hpu": {},
-    "lantern_hpu, AVX2": {"ATEN_CPU_CAPABILITY": "avx2"},
+    "lantern_hpu on AVX2": {"ATEN_CPU_CAPABILITY": "avx2"},
 }
 
 
@@ -280,7 +280,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--environment", type=Path, default=Path("peers"), help="folder of the others' environments"
     )
     parser.add_argument("--output", type=Path, default=Path("peers.json"))
-    parser.add_argument("--only", default=";".join([*OWN, *PEERS]), help="separated by ;")
+    parser.add_argument("--only", default=",".join([*OWN, *PEERS]), help="comma-separated")
     parser.add_argument("--turns", type=int, default=3, help="of each program")
     parser.add_argument("--peer", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -289,7 +289,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(own() if peer is None else peer(args.environment / "llama")))
         return 0
     found: dict[str, dict[str, float]] = {}
-    for name in args.only.split(";") * args.turns:
+    for name in args.only.split(",") * args.turns:
         try:
             now = measure(name, args.environment)
         except subprocess.CalledProcessError as error:
