@@ -51,7 +51,7 @@ CONSTANTS = {"tensor", "arange", "zeros", "ones", "full", "empty", "eye", "as_te
 # The size of the code, which only falls. Who raises a figure writes beside it what the lines are for.
 LINES = {  # of Python, a package
     # 1,965 since it was 21,450, as 861 went: 555 read SimpleAR, its Cosmos decoder and both Lumina-mGPT; 427 are
-    # Python as users of diffusers type it, drafters and tokenizers of others, sizes that are not square; 110 hold a device
+    # Python as users of diffusers type it, others' drafters and tokenizers, sizes not square; 110 hold a device
     # to its distribution; 380 read prompts, folders and checkpoints as people have them and answer their clients;
     # 380 bound what one request, file or neighbour may do; 260 draw right on cards and refuse engines that do not fit;
     # 383 read MammothModa2, give words layers of their own, and save the hidden states that its diffusion stage reads;
