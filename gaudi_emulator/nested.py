@@ -37,11 +37,14 @@ def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
 
 def tensors_in(value: Any) -> Iterator[HPUTensor]:
     """The device tensors of an object, in their order."""
-    found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    mapped(value, note)
-    return (tensor for tensor in found if isinstance(tensor, HPUTensor))
+    if isinstance(value, HPUTensor):
+        yield value
+    elif isinstance(value, (dict, UserDict)):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from tensors_in(getattr(value, field.name))

@@ -96,7 +96,7 @@ def tune_trees(args: argparse.Namespace, argv: Sequence[str]) -> None:
         check_model(pipeline, situation)
         if has_long_steps(pipeline):
             options = TuneOptions(**LARGE | given_fields(TuneOptions, args))
-        if earlier and options.profile:
+        if earlier is not None and options.profile:
             check_profile(earlier, situation, options.profile)
         tuning = run_tuning(pipeline, options, prompts, counts)
         print(tuning_text(tuning))

@@ -86,8 +86,7 @@ class Admit(nn.Module):
 class Accepted:
     """What verification let through."""
 
-    # [B, I, V] float32, the target's at nodes with children, or at the root if it has none; a window's: at all nodes,
-    # the spine's first
+    # [B, J, V] float32, the target's at nodes with children; a chain's and a window's: at all nodes, the spine's first
     probs: Tensor
     node: Tensor  # [B] int32, where the walk stopped
     bonus: Tensor  # [B] int32, the token after it

@@ -158,7 +158,7 @@ int lantern_use(const char *isa) {
 }
 
 int64_t lantern_packed_bytes(int64_t format, int64_t in, int64_t out) {
-    return up_to(out, SETS[chosen].formats[format]->panel) * in * bytes_of(format);
+    return up_to(out, SETS[chosen].formats[format]->panel) * up_to(in, 2) * bytes_of(format);
 }
 
 void lantern_pack(int64_t format, const void *weight, int64_t in, int64_t out, int gated, void *packed) {
