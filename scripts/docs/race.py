@@ -104,8 +104,8 @@ def main() -> None:
     add = parser.add_argument
     add("--model", default="builtin")
     add("--prompt", default="a lighthouse at sunset")
-    add("--seed", type=int, default=0)
-    add("--methods", default="ar,eagle@chain_2,lantern++@chain_2")
+    add("--seed", type=int, default=3)
+    add("--methods", default="ar,eagle@chain,lantern++@chain")
     add("--scale", type=int, default=2, help="of a picture's pixels")
     add("--output", type=Path, default=Path("race.gif"))
     add("--force", action="store_true")
