@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 GRAPHS = "eager,auto"
 # What a run measures unless something else is asked for
 USUAL = {"methods": ",".join(METHODS), "batch_sizes": "1,8"}
-# The same of a large model where arithmetic is scarce: an image takes minutes, small trees and windows can pay
+# The same of a large model where arithmetic is scarce: an image takes long, small trees and windows can pay
 LARGE = {
     "methods": ",".join(METHODS),
     "trees": f"{SMALL_TREE},chain,{SMALL_DYNAMIC},jacobi:2,scd:2,scd:5,scd:8,sjd-pac:2:2x1,sjd-pac:4:2x1",

@@ -8,7 +8,7 @@ accepted, on images drawn with the method's own relaxation, first with a typical
 follows, as a tree also decides where steps begin. `tune/search.py` puts the two together. What it expects is then
 measured, on other seeds, beside `ar` and the named trees. The fastest tree is saved for `--tree auto`, with a note if
 `ar` is faster still. Windows (`--method scd`) are few: each width is drawn with. Of a large
-model on a processor, whose images take minutes, fewer and smaller trees are measured, with an image each.
+model on a processor, whose images take long, fewer and smaller trees are measured, with fewer images each.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from lantern_hpu.decode.acceptance_counts import ChildCounts
 
 TUNABLE = [name for name, method in METHODS.items() if method.tunable]
-# Of a large model on a processor, whose images take minutes
 MOST_NODES, MOST_DEPTH = 96, 12
+# Of a large model on a processor, whose images take long
 LARGE = {"max_nodes": 12, "max_depth": 4, "images": 3}
 HELD_OUT = 1_000_000  # added to the seeds of images that check what was expected
 
