@@ -86,7 +86,7 @@ class Admit(nn.Module):
 class Accepted:
     """What verification let through."""
 
-    # [B, J, V] float32, the target's at nodes with children; a chain's and a window's: at all nodes, the spine's first
+    # [B, J, V] float32, the target's at the judged nodes, see `JudgedNodes`; a window's: the spine's first
     probs: Tensor
     node: Tensor  # [B] int32, where the walk stopped
     bonus: Tensor  # [B] int32, the token after it
@@ -178,15 +178,15 @@ class Step(nn.Module):
             none = torch.zeros_like(state.accepted, dtype=torch.bool)  # [B, 0]: nothing to relax
             return Accepted(probs, torch.zeros_like(state.root), bonus, none)
         depth = drafts.tables.depth
-        p = self.sampler(self.judged(hidden), state, self.judged(depth))  # [B, I, V]
+        p = self.sampler(self.judged(hidden), state, self.judged(depth))  # [B, J, V]
         drawn = self.drafting.redraw(p, state)
         if drawn is not None:  # drafts that are what their places drew stay, and the next draw
             node = self.acceptance.match_draws(drawn, drafts)
             bonus = gather(drawn, 1, node[:, None])[:, 0]
             return Accepted(p, node, bonus, torch.zeros_like(drawn[:, 1:], dtype=torch.bool))
         tries = uniform[:, :-1].unflatten(1, (self.depth, -1))  # [B, D, C]
-        greedy, judged = state.sampling.greedy, p[:, : self.judged.inner]
-        verdict = self.acceptance(judged, drafts, tries, state.bounds, greedy)
+        greedy, inner = state.sampling.greedy, p[:, : self.judged.inner]  # [B, I, V]
+        verdict = self.acceptance(inner, drafts, tries, state.bounds, greedy)
         if self.judged.rank is None:
             stop = self.positions.per_row(verdict.node)[:, None]  # [R, 1]
             deep = gather(depth, 1, verdict.node[:, None])  # [B, 1]

@@ -21,7 +21,7 @@ class Committed:
     path: Tensor  # [B, D + 1] the accepted nodes, from the root; the last one repeated
     tokens: Tensor  # [B, D + 1] the tokens after each of them: accepted drafts, then the bonus token repeated
     added: Tensor  # [B] how many of those are new, at least 1
-    probs: Tensor  # [B, I, V] the target's, at the nodes that are judged
+    probs: Tensor  # [B, J, V] the target's, at the nodes that are judged
     uniform: Tensor | None = None  # what `Drafts` kept of the uniforms
 
 
