@@ -86,10 +86,8 @@ class ThreadPace(Pace):
         self.again = inf  # when more threads are tried once more
         self.last = deque[float](maxlen=LAST)  # seconds of steps
         self.searching = False  # in the warm-up, or by the steps of an image
-        self.best, self.least = (
-            self.most,
-            inf,
-        )  # of the search: the count, and the seconds of a step with it
+        # Of the search: the count, and the seconds of a step with it
+        self.best, self.least = self.most, inf
         self.tried: dict[int, float] = {}  # seconds of a step, by count
 
     def fit(self, step: Callable[[], object], bits: Callable[[], object]) -> None:
@@ -153,8 +151,8 @@ class ThreadPace(Pace):
 # ------------------------------------------------------------------------------------------ dtypes
 
 DTYPES = {
-    "float32": "exact comparisons hold; the fastest one unless bfloat16 is native and a model large",
-    "bfloat16": "half the memory; pays where the processor multiplies bfloat16 natively",
+    "float32": "exact comparisons hold; the fastest one for small models",
+    "bfloat16": "half the memory; pays for large models where the native decoder or the processor takes it",
 }
 
 
@@ -222,7 +220,7 @@ class CPUBackend(Backend):
     graph_modes = {
         "eager": "nothing to gain from a recording: calls cost little and start at once",
         "strict": "judges whether an accelerator could record the function; as fast as eager after that",
-        "compile": "inductor; the first warm-up takes a minute, later ones seconds: for long runs of windows",
+        "compile": "inductor, with the layout plain: the first warm-up takes a minute, later ones seconds",
     }
 
     layouts = LAYOUTS
@@ -235,7 +233,7 @@ class CPUBackend(Backend):
         """Nothing to wait for: calls return when they are done."""
 
     def best_dtype(self, parameters: int = 0) -> tuple[str, str]:
-        """bfloat16 where it is native and reading the model is what takes time; a small model keeps exact figures."""
+        """bfloat16 where something takes it and reading the model takes the time; a small model keeps exact figures."""
         taken_by, size = bfloat16_taken_by(), 4 * parameters
         if taken_by is None:
             return "float32", "this processor does not multiply bfloat16 natively"

@@ -76,9 +76,9 @@ int lantern_use(const char *isa);
 int64_t lantern_packed_bytes(int64_t format, int64_t in, int64_t out);
 /* Pack [out, in], row by row. `gated`: the first half of the outputs are gates of the second half. */
 void lantern_pack(int64_t format, const void *weight, int64_t in, int64_t out, int gated, void *packed);
-/* y [rows, out] = x [rows, in] W^T + bias, in the format's activations. 0, or -1 where memory is short. */
+/* y [rows, out] = x [rows, in] W^T + bias, in the format's activations. Returns as the pass does. */
 int lantern_linear(int64_t format, int64_t threads, const Matrix *matrix, const void *x, int64_t rows, void *y);
-/* The pass. 0; -1 where memory is short; -2 where sizes are not supported. */
+/* The pass. Returns 0; -1 where memory is short; -2 where sizes are not supported. */
 int lantern_decode(const Call *call);
 /* Tokens [rows, draws] from probs [rows, n] without replacement, by one uniform each. 0, or -1 where memory is short. */
 int lantern_draw(int64_t threads, int64_t rows, int64_t n, int64_t draws, const float *probs, const float *uniform, int32_t *tokens);
