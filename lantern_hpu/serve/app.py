@@ -370,7 +370,7 @@ async def docs(request: Request) -> Response:
 
 STREAMED: dict[int | str, dict[str, Any]] = {
     200: {
-        "description": "With `event_stream`: `PartialImage` events, then a `CompletedImage`.",
+        "description": "With `stream`: `PartialImage` events, then a `CompletedImage`.",
         "content": {"text/event-stream": {"schema": {"type": "string"}}},
     }
 }

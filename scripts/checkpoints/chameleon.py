@@ -27,7 +27,7 @@ from scripts.checkpoints.language_models import write_words
 from scripts.checkpoints.llamagen import drafter_shapes, write_neighbours
 
 IMAGE_CODES, FIRST_IMAGE, VOCABULARY = 8192, 4, 65536
-BOS, PAD, EOS, EOI, BOI, SEP, IMAGE = 0, 1, 2, 8196, 8197, 8710, 8711
+BOS, PAD, EOS, EOI, BOI, IMAGE = 0, 1, 2, 8196, 8197, 8711
 TEXT = 16384  # the first id of the text's alphabet
 VQGAN: dict[str, Any] = {"ch": 32, "ch_mult": (1, 1, 1, 1, 2), "res_blocks": 1, "z": 32, "embed": 8}
 NARROW_VQGAN = VQGAN | {"ch_mult": (1, 1, 1, 1, 1)}

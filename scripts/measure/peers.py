@@ -205,7 +205,6 @@ def by_llama_cpp(folder: Path) -> dict[int, float]:
 
 def by_openvino(folder: Path) -> dict[int, float]:
     """Exported by optimum-intel with its cache as state; bfloat16 weights, arithmetic and cache, one thread a core."""
-    import os
     from tempfile import TemporaryDirectory
 
     import numpy as np

@@ -13,7 +13,7 @@ from lantern_hpu.files import ASSETS, file_in, reading, sha256
 from lantern_hpu.models.config import ModelConfig, T5Config
 
 BUILTIN = ASSETS / "builtin"
-# A folder of our own; see `folder.py`
+# A folder of our own; see `write.py`
 CONFIG = "model.json"
 TARGET, DRAFTER_WEIGHTS, VQ = "target.safetensors", "drafter.safetensors", "vq.safetensors"
 DRAFTER = "drafter.json"  # beside the weights of a drafter in a folder of its own
