@@ -120,7 +120,7 @@ class Lane:
 
 
 class DecodeThread:
-    """Takes jobs from any thread. Steps happen in its own; text and pixels between them, or each in a thread beside it."""
+    """Takes jobs from any thread. Steps happen in its own; text and pixels between them, or in threads beside it."""
 
     def __init__(self, pipeline: LanternPipeline, options: ServeOptions) -> None:
         self.pipeline, self.options = pipeline, options

@@ -1,4 +1,4 @@
-"""A thread beside the one that decodes: text before it, pixels after it."""
+"""Tasks beside the steps, in their thread or in one of their own: text before them, pixels after them."""
 
 from __future__ import annotations
 
