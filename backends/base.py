@@ -94,11 +94,8 @@ def compile_whole(function: nn.Module, compiler: str = "inductor") -> Callable[[
 class Pace:
     """Runs the steps of one engine. A device that can adapt to how long they take has a pace of its own."""
 
-    def fit(self, step: Callable[[], object], bits: Callable[[], object]) -> None:
-        """Choose by trials of a real step, whose results are discarded.
-
-        It always begins at the same state; `bits` is a digest of what it left, which differs if one bit does.
-        """
+    def fit(self, step: Callable[[], object]) -> None:
+        """Choose by trials of a real step, which always begins at the same state; its results are discarded."""
 
     def __call__(self, step: Callable[[], Tensor]) -> Tensor:
         """A step of an image, run as was chosen."""
@@ -235,7 +232,7 @@ class Backend(ABC):
         self.check_offers("layout", options.layout, ["auto", *self.layouts])
         self.check_offers("quantize", options.quantize or "none", ["none", *self.quantized])
         cores = os.cpu_count() or 1
-        allowed = f"1 to {cores}, or 0 for the fastest"
+        allowed = f"1 to {cores}, or 0 to have it chosen"
         require(0 <= options.threads <= cores, "--threads", options.threads, allowed)
         if options.threads:
             torch.set_num_threads(options.threads)

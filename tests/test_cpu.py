@@ -17,7 +17,6 @@ from lantern_hpu.backends import DeviceOptions, get_backend, host
 from lantern_hpu.backends.cpu import native
 from lantern_hpu.backends.cpu.backend import PATIENCE, ThreadPace
 from lantern_hpu.commands.generate import main
-from lantern_hpu.decode.state import bits_digest
 from lantern_hpu.errors import DeviceError, OptionError
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import METADATA, read_png
@@ -241,9 +240,6 @@ class Machine:
     def __init__(self, **seconds: float) -> None:
         self.now = 0.0
         self.seconds = {int(name.removeprefix("t")): took for name, took in seconds.items()}
-        self.rounding: dict[
-            int, int
-        ] = {}  # what tells the bits of a number of threads from others'
         self.ran: list[int] = []
 
     def clock(self) -> float:
@@ -254,15 +250,12 @@ class Machine:
         self.now += self.seconds[self.ran[-1]]
         return torch.zeros(1)
 
-    def bits(self) -> int:
-        return self.rounding.get(self.ran[-1], 0)
-
 
 def paced(
     machine: Machine, report: Callable[[int, str], None] = lambda count, why: None
 ) -> ThreadPace:
     pace = ThreadPace(report, machine.clock)
-    pace.fit(machine.step, machine.bits)
+    pace.fit(machine.step)
     machine.ran.clear()
     return pace
 
@@ -282,7 +275,7 @@ def test_threads_are_halved_while_that_helps(
     threads(max(seconds))
     machine = Machine(**{f"t{count}": took for count, took in seconds.items()})
     pace = ThreadPace(clock=machine.clock)
-    pace.fit(machine.step, machine.bits)
+    pace.fit(machine.step)
     assert (pace.count, list(dict.fromkeys(machine.ran))) == (best, tried)
 
 
@@ -332,7 +325,7 @@ def test_one_thread_leaves_nothing_to_try(threads: Callable[[int], None]) -> Non
     threads(1)
     machine = Machine(t1=0.01)
     pace = ThreadPace(clock=machine.clock)
-    pace.fit(machine.step, machine.bits)
+    pace.fit(machine.step)
     assert machine.ran == []
 
 
@@ -349,49 +342,38 @@ def test_threads_that_are_asked_for_are_taken(
         get_backend("cpu").fit(CONFIG, DeviceOptions(threads=-1))
 
 
-@pytest.mark.parametrize(("alone", "taken"), [(0.006, 2), (0.0025, 1)])
-def test_threads_that_round_otherwise_must_be_far_faster(
-    threads: Callable[[int], None], alone: float, taken: int
-) -> None:
-    """The same seed is the same image, unless two threads wait for each other; which is reported."""
+def test_torchs_form_keeps_its_threads(threads: Callable[[int], None]) -> None:
+    """A clock would choose by what else runs, and its sums may round otherwise with another number."""
     threads(2)
-    report: list[str] = []
-    machine = Machine(t1=alone, t2=0.01)
-    machine.rounding = {1: 17}
-    pace = paced(machine, lambda count, why: report.append(why))
-    assert pace.count == taken
-    assert ("rounds otherwise than 2" if taken == 1 else "1 would round otherwise") in report[-1]
-    machine.seconds = {1: 0.02, 2: 0.05} if taken == 2 else {1: 0.002, 2: 0.003}
-    for _ in range(2 * PATIENCE * 20):
+    machine, fit = (
+        Machine(t1=0.01, t2=0.6),
+        get_backend("cpu").fit(CONFIG, DeviceOptions(layout="plain")),
+    )
+    fit.lay_out([])
+    pace = fit.pace()
+    pace.fit(machine.step)
+    assert machine.ran == []
+    for _ in range(20):
         pace(machine.step)
-    assert pace.count == 2  # busy, but not three times; or quiet again
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.bool])
-def test_the_digest_tells_results_apart(dtype: torch.dtype) -> None:
-    """By one bit of one number."""
-    tensor = torch.ones(3, 5, dtype=dtype)
-    before = bits_digest(tensor)
-    assert bits_digest(tensor.clone()) == before
-    tensor.view(torch.uint8).flatten()[-1] ^= 1
-    assert bits_digest(tensor) != before
+    assert machine.ran == [2] * 20
+    assert fit.decided["threads"].startswith("2: all of the process")
+    fit.layout = "native"
+    assert isinstance(fit.pace(), ThreadPace)
 
 
 @pytest.mark.parametrize("tree", ["chain", "naive_extend_57"])
 def test_a_step_that_is_tried_is_the_same_each_time(tree: str) -> None:
-    """So digests differ by the threads alone."""
+    """So its times differ by the threads alone."""
     engine = make_engine(tiny_models(), spec_for(load_static(tree), [request()]))
     engine.warm_up()
     with torch.no_grad():
         steps = engine.same_steps()
         next(steps)
-        first = engine.bits()
+        first = {name: tensor.clone() for name, tensor in engine.state.tensors().items()}
         for _ in range(3):
             next(steps)
-        assert engine.bits() == first
-        engine.state.root.add_(1)
-        next(engine.same_steps())
-        assert engine.bits() != first
+    for name, tensor in engine.state.tensors().items():
+        assert torch.equal(tensor, first[name]), name
 
 
 def test_layout_is_refused_where_there_is_none_to_choose() -> None:

@@ -24,15 +24,13 @@ from lantern_hpu.ops.sampling import sample_distinct_in_order, sample_in_order
 
 # ----------------------------------------------------------------------------------------- threads
 
-# How many threads a step takes on a processor: the fastest number by the clock, looked at again when steps slow down.
+# How many threads a step of the native decoder takes: the fastest number by the clock, looked at again when steps slow
+# down. In torch's form another number can change the last bit of a float, and the same seed is to be the same image: it
+# keeps the threads it was given.
 #
 # The threads of a step wait for one another some hundred times. Where other programs want the same cores, a thread that
 # must wait for its turn holds up all: one thread is then many times faster than two, which a clock alone can tell.
-#
-# In torch's form threads can change the last bit of a float. The same seed is to be the same image, so a number that
-# rounds otherwise than the process's own has to be several times faster to be taken: on idle cores it is not.
 
-OTHER_BITS = 3.0  # times faster than all threads, to be taken although it rounds otherwise
 LESS = 0.85  # of the time with more threads, to take fewer: short trials are off by a tenth
 WORSE = 1.1  # times the best: past it, still fewer threads are not tried
 TIMES = 5  # steps of a trial in the warm-up
@@ -67,7 +65,6 @@ class ThreadPace(Pace):
 
     Attributes:
         most: threads that the process may use; they are what is tried first. count: those of a step.
-        unlike: counts that round otherwise than `most`.
     """
 
     def __init__(
@@ -81,24 +78,19 @@ class ThreadPace(Pace):
         """
         self.most = self.count = torch.get_num_threads()
         self.notify, self.clock = notify, clock
-        self.unlike = set[int]()
         self.usual = inf  # seconds of a step with what was chosen
         self.again = inf  # when more threads are tried once more
         self.last = deque[float](maxlen=LAST)  # seconds of steps
         self.searching = False  # in the warm-up, or by the steps of an image
-        # Of the search: the count, and the seconds of a step with it
-        self.best, self.least = self.most, inf
+        self.best = self.most  # of the search
         self.tried: dict[int, float] = {}  # seconds of a step, by count
 
-    def fit(self, step: Callable[[], object], bits: Callable[[], object]) -> None:
+    def fit(self, step: Callable[[], object]) -> None:
         """Trials in the warm-up, whose results are discarded."""
         self.begin()
-        want: object = None
         while self.searching:
             with self.held():
-                took, found = median_seconds(step, self.clock), bits()
-            want = found if self.count == self.most else want
-            self.unlike |= {self.count} if found != want else set()
+                took = median_seconds(step, self.clock)
             self.answer(took, "in the warm-up")
 
     def __call__(self, step: Callable[[], Tensor]) -> Tensor:
@@ -124,28 +116,22 @@ class ThreadPace(Pace):
     def begin(self) -> None:
         """Begin a search; there is none where there is one thread."""
         self.searching, self.tried = self.most > 1, {}
-        self.count, self.best, self.least = self.most, self.most, inf
+        self.count = self.best = self.most
 
     def answer(self, took: float, when: str) -> None:
         """What a step took with the threads that are being tried: they are halved while that helps."""
         self.tried[self.count] = took
-        weighed = took * (OTHER_BITS if self.count in self.unlike else 1)
-        if weighed < LESS * self.least:
-            self.best, self.least = self.count, weighed
-        if self.count > 1 and weighed <= WORSE * self.least:
+        if took < LESS * self.tried[self.best]:
+            self.best = self.count
+        if self.count > 1 and took <= WORSE * self.tried[self.best]:
             self.count //= 2
-        else:
-            self.count, self.searching = self.best, False
-            self.usual = self.tried[self.count]
-            self.again = self.clock() + PATIENCE * sum(self.tried.values())
-            self.last.clear()
-            times = ", ".join(f"{1000 * s:.1f} ms with {n}" for n, s in self.tried.items())
-            why = f"chosen {when}, where a step took {times}"
-            if self.count in self.unlike:
-                why += f"; it rounds otherwise than {self.most}"
-            elif passed := [str(n) for n in self.tried if n in self.unlike]:
-                why += f"; {', '.join(passed)} would round otherwise"
-            self.notify(self.count, why)
+            return
+        self.count, self.searching = self.best, False
+        self.usual = self.tried[self.count]
+        self.again = self.clock() + PATIENCE * sum(self.tried.values())
+        self.last.clear()
+        times = ", ".join(f"{1000 * s:.1f} ms with {n}" for n, s in self.tried.items())
+        self.notify(self.count, f"chosen {when}, where a step took {times}")
 
 
 # ------------------------------------------------------------------------------------------ dtypes
@@ -166,11 +152,12 @@ COMPILED = "inductor takes no call of C"
 # Bytes of a model in float32 that caches do not hold: reading them is what its steps wait for
 LARGE = 256 * 2**20
 GONE = ("packed", "half")  # layouts of version 0.3
+ALL_THREADS = "all of the process, as torch's form can round otherwise with another number"
 
 
 @dataclass
 class CPUFit(Fit):
-    """The native decoder where it can be had; as many threads as are asked for, or as are fastest by the clock."""
+    """The native decoder where it can be had, and the number of threads: asked for, or that decoder's fastest."""
 
     threads: int = 0
     halved: bool = False  # whether a float32 model keeps its matrices in float16
@@ -192,9 +179,12 @@ class CPUFit(Fit):
             self.halved = native.pack_model(modules) == native.FLOAT16
             self.keys_by_head = True
         self.decided["layout"] = f"{self.layout}: {reason}"
+        if self.threads or self.layout == "plain":
+            self.note_threads(torch.get_num_threads(), "asked for" if self.threads else ALL_THREADS)
 
     def pace(self) -> Pace:
-        return Pace() if self.threads else ThreadPace(self.note_threads)
+        by_clock = self.layout == "native" and not self.threads
+        return ThreadPace(self.note_threads) if by_clock else Pace()
 
     def note_threads(self, count: int, why: str) -> None:
         self.decided["threads"] = f"{count}: {why}"
@@ -264,8 +254,6 @@ class CPUBackend(Backend):
         fit.layout = options.layout
         if fit.graphs == "compile" and fit.kernels is not PLAIN:
             fit.kernels = IN_ORDER
-        if fit.threads:
-            fit.note_threads(fit.threads, "asked for")
         return fit
 
     def memory(self, reset_peak: bool = False) -> Memory:

@@ -29,7 +29,7 @@ from lantern_hpu.decode.memory import check_batch, encoding, engine_bytes, setup
 from lantern_hpu.decode.sampler import sampling_params
 from lantern_hpu.decode.scheduled import ScheduledDrafting, ScheduledStep
 from lantern_hpu.decode.spec import Spec
-from lantern_hpu.decode.state import DecodeState, Entry, bits_digest
+from lantern_hpu.decode.state import DecodeState, Entry
 from lantern_hpu.decode.step import Accepted, Admit, Step
 from lantern_hpu.decode.tree_tables import Drafts
 from lantern_hpu.errors import CaptureError
@@ -153,7 +153,7 @@ class Engine:
             self.upload_uniforms([blank.seed] * self.spec.images, 1, 1)
             runner()
             runner()
-        self.pace.fit(partial(next, self.same_steps()), self.bits)
+        self.pace.fit(partial(next, self.same_steps()))
         self.backend.synchronize()
         self.warm_captures = self.captures
 
@@ -161,10 +161,6 @@ class Engine:
         """Steps of blank images, each from the same state."""
         for _ in self.state.rewinds():
             yield self.step()
-
-    def bits(self) -> list[int]:
-        """What tells the state from one that differs in a bit."""
-        return [bits_digest(tensor) for tensor in self.state.tensors().values()]
 
     def idle(self, slots: Sequence[int]) -> None:
         """Let a decoder that leaves out images that are done leave out these slots, too."""

@@ -224,13 +224,6 @@ class DecodeState:
             yield
 
 
-def bits_digest(tensor: Tensor) -> int:
-    """A sum of squares of a tensor's bits; a bit that changes anywhere changes it."""
-    whole_numbers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = tensor.flatten().view(whole_numbers[tensor.element_size()])
-    return sum(int(part.long().square().sum()) for part in bits.split(2**22))
-
-
 def walk_tensors(
     prefix: str, value: object, enter: Callable[[object], bool] = lambda part: True
 ) -> Iterator[tuple[str, Tensor]]:
