@@ -25,6 +25,7 @@ from lantern_hpu.backends.cpu.native.sampling import (
     native_walk,
 )
 from lantern_hpu.decode.engine import Engine
+from lantern_hpu.errors import DeviceError
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.transformer import Block, RMSNorm, Target
 from lantern_hpu.ops.kernels import PLAIN
@@ -345,6 +346,12 @@ def test_a_library_that_cannot_be_used_is_named(
     monkeypatch.undo()
     open_library.cache_clear()
     assert library is None and "native decoder" in why and "pip install" in why
+
+
+@pytest.mark.parametrize("line", ["long rows;", "float x[4];", "enum { A };", "int f(int a,"])
+def test_a_header_that_is_written_otherwise_is_one_error(line: str) -> None:
+    with pytest.raises(DeviceError, match=r"decoder\.h cannot be read"):
+        native.read_header(f"typedef struct {{\n    {line}\n}} Sizes;")
 
 
 @pytest.mark.slow

@@ -9,9 +9,10 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import re
 import sys
 from collections.abc import Iterator, Sequence
-from ctypes import POINTER, Structure, byref, c_char_p, c_double, c_int, c_int64, c_void_p
+from ctypes import Structure, addressof, byref, c_double, c_int, c_int64, c_void_p, string_at
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,65 +22,56 @@ import torch
 from torch import Tensor, nn
 
 from lantern_hpu.backends.base import operator
+from lantern_hpu.errors import DeviceError
 from lantern_hpu.ops.kv_cache import KVCache, WrittenCache
 
-ABI = 4  # LANTERN_ABI of decoder.h
 BUILD = "pip install --force-reinstall --no-deps -e . (or the wheel)"
-BFLOAT16, FLOAT16, FLOAT32 = 0, 1, 2  # of decoder.h
 BUILT_FOR = ("linux", "x86_64")
 HIDDEN = -1e30  # of an additive mask: less than this hides a position
 LANES = 16  # numbers of the widest vector: sizes that the native form takes are multiples of it
 
-
-class CMatrix(Structure):
-    _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("in_", c_int64), ("out", c_int64)]
+# ---------------------------------------------------------------------------------- the interface
 
 
-NORMS = ("norm", "post_norm", "ffn_norm", "ffn_post_norm")
-HEAD_NORMS = ("q_norm", "q_norm_bias", "k_norm", "k_norm_bias")
-MATRICES = ("qkv", "out", "gate_up", "down", "word_gate_up", "word_down")
+def read_header(text: str) -> dict[str, Any]:
+    """What `decoder.h` declares, by name: numbers, structures, and of functions the result and then the arguments.
+
+    Raises:
+        DeviceError: a line is written otherwise than those of `decoder.h`.
+    """
+    known: dict[str, Any] = {"void": None, "int": c_int, "int64_t": c_int64, "double": c_double}
+    members: list[tuple[str, Any]] = []
+
+    def declared(line: str) -> list[tuple[str, Any]]:
+        """Names and types of "const float *rope, *mask" or "int64_t rows, tokens"."""
+        if found := re.fullmatch(r"(?:const )?\w+ (\*\w+(?:, \*\w+)*)", line):
+            return [(name[1:], c_void_p) for name in found[1].split(", ")]
+        if (found := re.fullmatch(r"(\w+) (\w+(?:, \w+)*)", line)) and found[1] in known:
+            return [(name, known[found[1]]) for name in found[2].split(", ")]
+        raise DeviceError("decoder.h cannot be read", f"it says {line!r}", BUILD)
+
+    for line in map(str.strip, re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL).splitlines()):
+        if found := re.fullmatch(r"#define (\w+) (\d+)", line):
+            known[found[1]] = int(found[2])
+        elif found := re.fullmatch(r"} (\w+);", line):
+            known[found[1]] = type(found[1], (Structure,), {"_fields_": members})
+            members = []
+        elif found := re.fullmatch(r"(.+)\((.+)\);", line):
+            arguments = [] if found[2] == "void" else found[2].split(", ")
+            ((name, result),) = declared(found[1])
+            known[name] = [result, *(declared(argument)[0][1] for argument in arguments)]
+        elif line and line[0] != "#" and line != "typedef struct {":
+            members += declared(line.removesuffix(";"))
+    return known
 
 
-class CLayer(Structure):
-    _fields_ = [
-        *((name, c_void_p) for name in (*NORMS, *HEAD_NORMS)),
-        *((name, CMatrix) for name in MATRICES),
-        ("keys", c_void_p),
-        ("values", c_void_p),
-    ]
-
-
-class CCall(Structure):
-    _fields_ = [
-        *(
-            (name, c_int64)
-            for name in "format threads dim heads kv head_dim ffn interleaved".split()
-        ),
-        ("eps", c_double),
-        ("layer_count", c_int64),
-        ("layers", POINTER(CLayer)),
-        ("final_norm", c_void_p),
-        *((name, c_int64) for name in "rows tokens capacity moves".split()),
-        *((name, c_int64) for name in "position_stride head_stride".split()),
-        *((name, c_void_p) for name in "rope mask index source".split()),
-        *((name, c_void_p) for name in "starts words x features aux".split()),
-        ("aux_count", c_int64),
-    ]
+HEADER = read_header(Path(__file__).with_name("decoder.h").read_text(encoding="utf-8"))
+ABI = HEADER["LANTERN_ABI"]
+BFLOAT16, FLOAT16, FLOAT32 = (HEADER[name] for name in ("BFLOAT16", "FLOAT16", "FLOAT32"))
+CMatrix, CLayer, CCall, CWalk = (HEADER[name] for name in ("Matrix", "Layer", "Call", "Walk"))
 
 
 # ------------------------------------------------------------------------------------ the library
-
-# By function of `decoder.h`: its result, then its arguments
-SIGNATURES: dict[str, tuple[Any, ...]] = {
-    "lantern_isa": (c_char_p,),
-    "lantern_use": (c_int, c_char_p),
-    "lantern_packed_bytes": (c_int64, *[c_int64] * 3),
-    "lantern_pack": (None, c_int64, c_void_p, c_int64, c_int64, c_int, c_void_p),
-    "lantern_linear": (c_int, c_int64, c_int64, POINTER(CMatrix), c_void_p, c_int64, c_void_p),
-    "lantern_decode": (c_int, POINTER(CCall)),
-    "lantern_draw": (c_int, *[c_int64] * 4, *[c_void_p] * 3),
-    "lantern_walk": (c_int, c_void_p),
-}
 
 
 @cache
@@ -93,18 +85,17 @@ def open_library() -> tuple[ctypes.CDLL | None, str]:
     try:
         share_openmp()
         library = ctypes.CDLL(str(files[-1]))
-        library.lantern_abi.restype = c_int64
         found = library.lantern_abi()
     except (OSError, AttributeError) as error:
         return None, f"the native decoder does not load ({error}); {BUILD} builds it anew"
     if found != ABI:
         return None, f"the native decoder is of version {found}, not {ABI}; {BUILD} builds it anew"
-    for name, (result, *arguments) in SIGNATURES.items():
+    for name in (name for name in HEADER if name.startswith("lantern_")):
         function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
+        function.restype, *function.argtypes = HEADER[name]
     if os.environ.get("ATEN_CPU_CAPABILITY") == "avx2":  # torch's own limit
         library.lantern_use(b"avx2")
-    isa = library.lantern_isa().decode()
+    isa = string_at(library.lantern_isa()).decode()
     return (library, isa) if isa else (None, "this processor has no AVX2")
 
 
@@ -215,6 +206,11 @@ native_decode = operator(
 )(lambda *arguments: MODULES[arguments[-1]].run(*arguments[:-1]))
 
 
+NORMS = ("norm", "post_norm", "ffn_norm", "ffn_post_norm")
+HEAD_NORMS = ("q_norm", "q_norm_bias", "k_norm", "k_norm_bias")
+MATRICES = ("qkv", "out", "gate_up", "down", "word_gate_up", "word_down")
+
+
 class NativeDecoder(nn.Module):
     """Blocks of `models/transformer.py`, and the norm behind them, with the signature of `Target.forward`.
 
@@ -241,7 +237,7 @@ class NativeDecoder(nn.Module):
         self.norms.append(weight.detach().float().contiguous())
         return self.norms[-1].data_ptr()
 
-    def pack(self, block: Any) -> CLayer:
+    def pack(self, block: Any) -> Any:
         layer = CLayer()
         names = ("attention_norm", "attention_post_norm", "ffn_norm", "ffn_post_norm")
         for field, name in zip(NORMS, names, strict=True):
@@ -320,11 +316,11 @@ class NativeDecoder(nn.Module):
         call = CCall(
             format=self.format, threads=torch.get_num_threads(), dim=self.dim, heads=self.heads, kv=self.kv,
             head_dim=self.head_dim, ffn=self.ffn, interleaved=self.interleaved, eps=self.eps,
-            layer_count=len(self.layers), layers=self.layers, final_norm=self.final_norm, rows=len(x),
+            layer_count=len(self.layers), layers=addressof(self.layers), final_norm=self.final_norm, rows=len(x),
             tokens=x.shape[1], capacity=mask.shape[-1], moves=0 if source is None else source.shape[1],
             position_stride=cache[0].stride(0), head_stride=cache[0].stride(1), rope=rope.data_ptr(),
             mask=mask.data_ptr(), index=index.data_ptr(), source=pointer(source), starts=starts.data_ptr(),
-            words=pointer(words), x=x.data_ptr(), features=features.data_ptr(), aux=ctypes.cast(aux, c_void_p),
+            words=pointer(words), x=x.data_ptr(), features=features.data_ptr(), aux=addressof(aux),
             aux_count=len(aux_layers),
         )  # fmt: skip
         check_code(library().lantern_decode(byref(call)))

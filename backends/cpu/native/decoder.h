@@ -1,4 +1,5 @@
-/* The interface of the decoder: plain C, called from Python by ctypes. Sizes are 64-bit, pointers to what torch holds. */
+/* The interface of the decoder: plain C, called from Python by ctypes, which reads it here: see `read_header` of
+ * `__init__.py`. Sizes are 64-bit, pointers to what torch holds. */
 #ifndef LANTERN_DECODER_H
 #define LANTERN_DECODER_H
 

@@ -6,7 +6,7 @@ in one thread, as 2.13 does on x86-64 up to 32,767 tokens: sums run in its order
 
 from __future__ import annotations
 
-from ctypes import Structure, byref, c_int64, c_void_p
+from ctypes import byref
 from dataclasses import replace
 from typing import Any
 
@@ -14,19 +14,8 @@ import torch
 from torch import Tensor
 
 from lantern_hpu.backends.base import operator
-from lantern_hpu.backends.cpu.native import check_code, library, pointer
+from lantern_hpu.backends.cpu.native import CWalk, check_code, library, pointer
 from lantern_hpu.ops.kernels import PLAIN, Kernels
-
-SIZES = "images inner nodes depths widest vocabulary lenders threads"
-INPUTS = "p q tokens child row uniform neighbours k delta factor weight tv budget"
-OUTPUTS = "node left relaxed spent"
-
-
-class CWalk(Structure):
-    _fields_ = [
-        *((name, c_int64) for name in SIZES.split()),
-        *((name, c_void_p) for name in f"{INPUTS} {OUTPUTS}".split()),
-    ]
 
 
 def like_tokens(probs: Tensor, uniform: Tensor) -> Tensor:
@@ -59,6 +48,9 @@ def results(p: Tensor, tokens: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor,
     return node, left, p.new_empty(each, dtype=torch.bool), spent
 
 
+OUTPUTS = ("node", "left", "relaxed", "spent")
+
+
 @operator(
     "native_walk(Tensor p, Tensor q, Tensor tokens, Tensor child, Tensor row, Tensor uniform, Tensor? neighbours,"
     " Tensor k, Tensor delta, Tensor factor, Tensor weight, Tensor? tv=None, Tensor? budget=None)"
@@ -68,14 +60,14 @@ def results(p: Tensor, tokens: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor,
 def native_walk(*arguments: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `lantern_hpu.ops.kernels.Walk`."""
     inputs: list[Any] = [None if x is None else x.contiguous() for x in arguments]
-    inputs += [None] * (len(INPUTS.split()) - len(inputs))  # defaults that were left out
     p, q, tokens, child, row, uniform, neighbours, *_ = inputs
     assert {x.dtype for x in (p, q, uniform)} == {torch.float32} and p.shape == q.shape
     assert {x.dtype for x in (tokens, child, row)} == {torch.int32}
     made = results(p, tokens, uniform)
     lenders = 0 if neighbours is None else neighbours.shape[1]
     sizes = (*p.shape[:2], *child.shape[1:2], *uniform.shape[1:], p.shape[2], lenders)
-    call = CWalk(*sizes, torch.get_num_threads(), *map(pointer, (*inputs, *made)))
+    outputs = dict(zip(OUTPUTS, map(pointer, made), strict=True))
+    call = CWalk(*sizes, torch.get_num_threads(), *map(pointer, inputs), **outputs)
     check_code(library().lantern_walk(byref(call)))
     return made
 
