@@ -275,7 +275,7 @@ class RunMeter:
         self.engine = pipeline.engines.get(pipeline.spec(requests, case.setting.tree, size))
         pipeline.prepare(self.engine, requests, RunStats())
         is_long = has_long_steps(pipeline)
-        self.split = min(BRIEF_STEPS, SPLIT_STEPS) if is_long else SPLIT_STEPS
+        self.split = BRIEF_STEPS if is_long else SPLIT_STEPS
         self.begin()
         self.run_steps(0 if is_long else WARM_STEPS)
         self.begin()
