@@ -28,7 +28,6 @@ LLAMAGEN = {
     "llamagen-l": "llamagen-c2i-l-256",
     "llamagen-xl": "llamagen-t2i-256",
     "llamagen-xxl": "llamagen-c2i-xxl-384",
-    "llamagen-3b": "llamagen-c2i-3b-384",
 }
 
 
