@@ -751,7 +751,7 @@ def test_image_tokens_must_lie_where_their_names_say(public: Path, tmp_path: Pat
     a, b = code_name(5), code_name(6)
     swapped = text.replace(f'"{a}"', '"%%"').replace(f'"{b}"', f'"{a}"').replace('"%%"', f'"{b}"')
     file.write_text(swapped)
-    with pytest.raises(WeightsError, match="code 5 is token 10"):
+    with pytest.raises(WeightsError, match="IMGIMGFZ is token 10, expected token 9"):
         opened(tmp_path, ANOLE)
 
 

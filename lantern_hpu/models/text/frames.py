@@ -66,7 +66,6 @@ class Frame:
         self, words: Words, vocabulary: Mapping[str, int], config: TransformerConfig, where: Path
     ) -> None:
         self.words, self.vocabulary, self.config, self.where = words, vocabulary, config, where
-        self.id: dict[str, int] = {}
         self.check_tokens()
         self.before = self.tokens_before()
         # The template's end is kept where a prompt is cut
@@ -75,13 +74,18 @@ class Frame:
 
     def check_tokens(self) -> None:
         """Raise a WeightsError unless the tokenizer is the family's; take the ids of its `special` tokens."""
-        for name, want in self.special.items():
-            result = self.vocabulary.get(name)
-            if result is None or want not in (None, result):
-                why = f"{name} is {'missing' if result is None else f'token {result}'}"
-                why += f", expected token {want}" if want is not None else ""
-                raise WeightsError(f"the tokenizer in {self.where} is not {self.family}'s", why)
-            self.id[name] = result
+        self.id: dict[str, int] = {
+            name: self.token(name, want) for name, want in self.special.items()
+        }
+
+    def token(self, name: str, want: int | None) -> int:
+        """The id of a token; raise a WeightsError unless the tokenizer has it, with this id if one is given."""
+        result = self.vocabulary.get(name)
+        if result is None or want not in (None, result):
+            why = f"{name} is {'missing' if result is None else f'token {result}'}"
+            why += f", expected token {want}" if want is not None else ""
+            raise WeightsError(f"the tokenizer in {self.where} is not {self.family}'s", why)
+        return result
 
     def tokens_before(self) -> list[int]:
         return [self.id[self.first]] if self.first else []
@@ -137,10 +141,7 @@ class AnoleFrame(Frame):
     def check_tokens(self) -> None:
         """Code c must be token c + 4 as well, by the names of the tokens."""
         for code in range(self.config.codes):
-            result = self.vocabulary.get(code_name(code))
-            if result != code + FIRST_IMAGE_TOKEN:
-                why = f"code {code} is token {result}, expected {code + FIRST_IMAGE_TOKEN}"
-                raise WeightsError(f"the tokenizer in {self.where} is not {self.family}'s", why)
+            self.token(code_name(code), code + FIRST_IMAGE_TOKEN)
         super().check_tokens()
 
     def tokens_before(self) -> list[int]:
@@ -315,10 +316,7 @@ class GlmImageFrame(Frame):
 
     def check_tokens(self) -> None:
         codes = self.config.codes
-        start = f"<|dit_token_{codes}|>"
-        if self.vocabulary.get(start) != codes:
-            why = f"{start} is {self.vocabulary.get(start)}, expected token {codes}"
-            raise WeightsError(f"the tokenizer in {self.where} is not {self.family}'s", why)
+        self.token(f"<|dit_token_{codes}|>", codes)
         super().check_tokens()
 
     def tokens_after(self) -> list[int]:
