@@ -100,9 +100,11 @@ class TransformerConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        sizes = (self.vocab_size, self.dim, self.layers, self.heads, self.ffn_dim, self.prefix)
-        if min(*sizes, *self.grid) < 1 or self.dim % self.heads or self.layers > MOST_LAYERS:
-            why = f"{self.heads} heads of width {self.dim}, {self.layers} layers, grid {self.grid}"
+        sizes = (self.vocab_size, self.dim, self.layers, self.heads, self.kv, self.ffn_dim)
+        is_whole = min(*sizes, self.prefix, *self.grid) > 0 and self.layers <= MOST_LAYERS
+        if not is_whole or self.dim % self.heads or self.heads % self.kv:
+            heads = f"{self.heads} heads on {self.kv} key heads, width {self.dim}"
+            why = f"{heads}, {self.layers} layers, grid {self.grid}"
             raise ValueError(f"sizes that no model has: {why}")
         if not 0 <= self.word_layers <= self.layers or (self.word_layers and not self.word_rows):
             why = f"{self.word_layers} of {self.layers} layers, {self.word_rows} words"

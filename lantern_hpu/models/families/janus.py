@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from lantern_hpu.errors import WeightsError
 from lantern_hpu.methods.request import Sampling
 from lantern_hpu.models.config import ConditionConfig, TransformerConfig
 from lantern_hpu.models.families.base import Family, Published, llama_config
@@ -96,9 +95,6 @@ def read_janus(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> P
     named = checkpoint.rewritten(NAMES)
     drawing = named.only(lambda name: name.startswith(DRAWING))
     config = janus_config(drawing, about)
-    if config.heads * config.head_dim != config.dim or config.heads % config.kv:
-        why = f"{config.heads} heads on {config.kv} key heads, width {config.dim}"
-        raise WeightsError(f"{checkpoint.path} is of an unknown format", why)
     words = ConditionConfig(
         "tokens", frame="janus", rows=drawing.shapes[f"{LANGUAGE}embed_tokens.weight"][0]
     )
