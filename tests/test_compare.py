@@ -400,7 +400,7 @@ def test_rows_of_several_relaxations_are_told_apart(put: Callable[..., Path]) ->
     assert [round(row["speed_against_eager"], 3) for row in report["rows"]] == [1, 3, 1, 3]
     (run,) = load([put(report)])
     text = main_table([run])
-    assert "| lantern++:tv |" in text and "| lantern++:lambda=20:k=10 |" in text
+    assert "| lantern++:tv=0.1 |" in text and "| lantern++:lambda=20:k=10 |" in text
     assert relaxed_name("eagle", EXACT.as_json()) == "eagle"
     assert relaxed_name("scd", PRESETS["lambda-5"].as_json()) == "scd:lambda-5"
 

@@ -276,7 +276,7 @@ def test_settings_mean_what_is_written(
         *("auto", "eagle", "scd@16", "lantern:delta-0.1", "lantern++:lambda=5:k=10@broad_7"),
         *("lantern@dynamic:4x3x12", "sjd-pac@8:3x1", "scd@8:left", "eagle@auto"),
         *("lantern++:lambda=2:k=30:residual=official", "scd:distance=0.2:ranks=3:gap=0.5"),
-        *("scd:tv=0.25:budget=4@8", "lantern++:tv@broad_7"),
+        *("scd:tv=0.25:budget=4@8", "lantern++:tv=0.1@broad_7"),
     ],
 )
 def test_settings_are_written_as_they_are_read(text: str) -> None:

@@ -121,10 +121,10 @@ class SpeedRow:
 def relaxed_name(method: str, relaxation: Mapping[str, Any]) -> str:
     """A method, and its relaxation if that is not the method's own: `scd:lambda-5`, in the written form of settings."""
     rule = read_relaxation(dict(relaxation))
-    preset = next((name for name, known in PRESETS.items() if known == rule), None)
+    rule = next((preset for preset in PRESETS.values() if preset == rule), rule)
     known = METHODS[method]
     own = not rule.active or rule == known.relaxation or not known.takes_relaxation(rule)
-    return method if own else f"{method}:{preset or rule}"
+    return method if own else f"{method}:{rule}"
 
 
 def with_speeds(rows: Sequence[SpeedRow]) -> list[SpeedRow]:

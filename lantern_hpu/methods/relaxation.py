@@ -130,8 +130,8 @@ class Relaxation:
 
     def __str__(self) -> str:
         """What `parse` reads: the name of a published setting, or the bound and the values that are not the usual."""
-        for name, preset in PRESETS.items():
-            if self == preset and (self.published or not self.k):
+        for name, preset in PRESETS.items():  # `tv` is a key too, and does not say its bound
+            if self == preset and name not in USUAL and (self.published or not self.k):
                 return name
         bound, usual = self.bound_key(), USUAL[self.bound_key()]
         values = {key: getattr(self, part.name) for key, part in self.by_key().items()}
