@@ -432,9 +432,9 @@ def test_idle_slots_of_a_server_take_no_part(monkeypatch: pytest.MonkeyPatch) ->
     rows: list[int] = []
     call = NativeDecoder.call
 
-    def counted(self: NativeDecoder, cache: Any, aux: Any, x: Tensor, *others: Any) -> Tensor:
-        rows.append(len(x))
-        return call(self, cache, aux, x, *others)
+    def counted(self: NativeDecoder, each: list[Any], *others: Any) -> Tensor:
+        rows.append(len(each[0]))
+        return call(self, each, *others)
 
     models = tiny_models()
     native.pack_model(models)

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from math import inf
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,15 +39,6 @@ ENOUGH = 0.25  # seconds of one: it need not be longer
 SLOW = 2.5  # times what a step took when the threads were chosen: they are chosen anew
 LAST = 3  # steps whose median is looked at
 PATIENCE = 100  # more threads are tried again after so many times what trying took
-
-
-def median_seconds(step: Callable[[], object], clock: Callable[[], float]) -> float:
-    taken: list[float] = []
-    while len(taken) < TIMES and sum(taken) < ENOUGH:
-        began = clock()
-        step()
-        taken.append(clock() - began)
-    return median(taken)
 
 
 @contextmanager
@@ -89,29 +81,33 @@ class ThreadPace(Pace):
         """Trials in the warm-up, whose results are discarded."""
         self.begin()
         while self.searching:
-            with self.held():
-                took = median_seconds(step, self.clock)
-            self.answer(took, "in the warm-up")
+            taken: list[float] = []
+            while len(taken) < TIMES and sum(taken) < ENOUGH:
+                taken.append(self.timed(step)[0])
+            self.answer(median(taken), "in the warm-up")
 
     def __call__(self, step: Callable[[], Tensor]) -> Tensor:
-        began = self.clock()
-        with self.held():
-            found = step()
-        self.note(self.clock() - began)
-        return found
-
-    def held(self) -> AbstractContextManager[None]:
-        return threads_set(self.count)
-
-    def note(self, took: float) -> None:
-        """A step of an image took so long: go on with a search, or begin one if it is time to."""
+        """A step of an image; what it takes goes on with a search, or begins one if it is time to."""
+        took, found = self.timed(step)
         if self.searching:
-            return self.answer(took, "while drawing")
+            self.answer(took, "while drawing")
+            return found
         self.last.append(took)
         lately = median(self.last) if len(self.last) == LAST else self.usual
         if lately > SLOW * self.usual or (self.count < self.most and self.clock() > self.again):
             self.begin()
         self.usual = min(self.usual, lately)
+        return found
+
+    def held(self) -> AbstractContextManager[None]:
+        return threads_set(self.count)
+
+    def timed(self, step: Callable[[], Any]) -> tuple[float, Any]:
+        """Seconds that a step takes, and what it returns."""
+        began = self.clock()
+        with self.held():
+            found = step()
+        return self.clock() - began, found
 
     def begin(self) -> None:
         """Begin a search; there is none where there is one thread."""
@@ -196,9 +192,9 @@ class CPUFit(Fit):
 IN_ORDER = replace(PLAIN, sample=sample_in_order, sample_distinct=sample_distinct_in_order)
 
 
-def bfloat16_taken_by() -> str | None:
+def bfloat16_taken_by() -> str:
     """What takes bfloat16 no slower than float32 here: the native decoder widens it where nothing multiplies it."""
-    return host.native_bfloat16() or native.isa() or None
+    return host.native_bfloat16() or native.isa()
 
 
 class CPUBackend(Backend):
@@ -225,7 +221,7 @@ class CPUBackend(Backend):
     def best_dtype(self, parameters: int = 0) -> tuple[str, str]:
         """bfloat16 where something takes it and reading the model takes the time; a small model keeps exact figures."""
         taken_by, size = bfloat16_taken_by(), 4 * parameters
-        if taken_by is None:
+        if not taken_by:
             return "float32", "this processor does not multiply bfloat16 natively"
         if size < LARGE:
             return "float32", f"{size / 2**20:.0f} MiB of it: a small model keeps its exact figures"
@@ -234,7 +230,7 @@ class CPUBackend(Backend):
 
     def number_format(self, asked: str, parameters: int = 0) -> tuple[torch.dtype, str]:
         dtype, why = super().number_format(asked, parameters)
-        if dtype == torch.bfloat16 and bfloat16_taken_by() is None:
+        if dtype == torch.bfloat16 and not bfloat16_taken_by():
             why += ", but this processor lacks it natively: half the memory, slower than float32"
         return dtype, why
 
@@ -264,6 +260,6 @@ class CPUBackend(Backend):
             "device": self.name,
             "processor": host.processor_name(),
             "threads": torch.get_num_threads(),
-            "native_decoder": native.isa() or native.open_library()[1],
+            "native_decoder": native.open_library()[1],  # the instruction set, or why there is none
             "torch": torch.__version__,
         }

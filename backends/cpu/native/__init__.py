@@ -11,7 +11,7 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from ctypes import Structure, addressof, byref, c_double, c_int, c_int64, c_void_p, string_at
 from functools import cache
 from pathlib import Path
@@ -99,14 +99,6 @@ def open_library() -> tuple[ctypes.CDLL | None, str]:
     return (library, isa) if isa else (None, "this processor has no AVX2")
 
 
-def library() -> ctypes.CDLL:
-    """What `obstacle` has found to be there."""
-    found, why = open_library()
-    if found is None:
-        raise RuntimeError(why)
-    return found
-
-
 def isa() -> str:
     """The instruction set in use, or nothing."""
     found, name = open_library()
@@ -122,16 +114,24 @@ def missing() -> str:
 def share_openmp() -> None:
     """Let the library find the OpenMP of torch: two runtimes would keep two teams that spin against each other."""
     with open("/proc/self/maps") as maps:
-        names = {line.split()[-1] for line in maps if ".so" in line}
-    found = [
-        n for n in sorted(names) if any(k in Path(n).name for k in ("libgomp", "libiomp", "libomp"))
-    ]
+        found = sorted(set(re.findall(r"/\S*/[^/\s]*lib(?:g|i|)omp[^/\s]*", maps.read())))
     ctypes.CDLL(found[0] if found else "libgomp.so.1", mode=ctypes.RTLD_GLOBAL)
 
 
-def check_code(code: int) -> None:
-    if code:
-        raise RuntimeError("out of memory" if code == -1 else "sizes that the native decoder lacks")
+def call(function: str, *arguments: Any) -> Any:
+    """What a function of `decoder.h` returns.
+
+    Raises:
+        RuntimeError: memory is short, or the sizes are not supported; or there is no library.
+    """
+    library, why = open_library()
+    if library is None:
+        raise RuntimeError(why)
+    result = getattr(library, function)(*arguments)
+    if result in (-1, -2):
+        why = "out of memory" if result == -1 else "sizes that the native decoder lacks"
+        raise RuntimeError(why)
+    return result
 
 
 def pointer(x: Tensor | None) -> int | None:
@@ -141,9 +141,9 @@ def pointer(x: Tensor | None) -> int | None:
 # --------------------------------------------------------------------------------------- matrices
 
 
-def format_of(dtype: torch.dtype, weights: Sequence[Tensor]) -> int:
+def format_of(weights: Sequence[Tensor]) -> int:
     """float16 for the matrices of a float32 model where that loses no bit."""
-    if dtype == torch.bfloat16:
+    if weights[0].dtype == torch.bfloat16:
         return BFLOAT16
     exact = all(torch.equal(weight, weight.half().float()) for weight in weights)
     return FLOAT16 if exact else FLOAT32
@@ -173,10 +173,10 @@ class NativeLinear(nn.Module):
         weight, self.format = layer.weight.detach().to(STORED[number]).contiguous(), number
         self.out_features, self.in_features = weight.shape
         sizes = self.in_features, self.out_features
-        size = library().lantern_packed_bytes(number, *sizes)
+        size = call("lantern_packed_bytes", number, *sizes)
         self.register_buffer("packed", torch.empty(size, dtype=torch.uint8), persistent=False)
         packed = self.packed.data_ptr()
-        library().lantern_pack(number, weight.data_ptr(), *sizes, gated, packed)
+        call("lantern_pack", number, weight.data_ptr(), *sizes, gated, packed)
         bias = None if layer.bias is None else layer.bias.detach().float().contiguous()
         self.register_buffer("bias", bias, persistent=False)
         self.matrix = CMatrix(packed, pointer(bias), *sizes)
@@ -186,7 +186,7 @@ class NativeLinear(nn.Module):
         x = x.contiguous()
         y, rows = x.new_empty(*x.shape[:-1], self.out_features), x.numel() // self.in_features
         how = self.format, torch.get_num_threads(), byref(self.matrix)
-        check_code(library().lantern_linear(*how, x.data_ptr(), rows, y.data_ptr()))
+        call("lantern_linear", *how, x.data_ptr(), rows, y.data_ptr())
         return y
 
     def forward(self, x: Tensor) -> Tensor:
@@ -196,19 +196,14 @@ class NativeLinear(nn.Module):
 
 # ---------------------------------------------------------------------------------------- decoder
 
+# Of what C is given: matrices of a layer, and tensors of which each row has its own
+MATRICES = ("qkv", "out", "gate_up", "down", "word_gate_up", "word_down")
+EACH = ("x", "rope", "mask", "index", "source", "starts", "words")
 
 native_decode = operator(
-    "native_decode(Tensor x, Tensor rope, Tensor mask, Tensor(a!)[] cache, Tensor index, Tensor? source, "
-    "int[] aux_layers, Tensor? words, bool alone, int number) -> Tensor",
-    lambda x, rope, mask, cache, index, source, aux_layers, words, alone, number: x.new_empty(
-        *x.shape[:-1], x.shape[-1] * (1 + len(aux_layers))
-    ),
-)(lambda *arguments: MODULES[arguments[-1]].run(*arguments[:-1]))
-
-
-NORMS = ("norm", "post_norm", "ffn_norm", "ffn_post_norm")
-HEAD_NORMS = ("q_norm", "q_norm_bias", "k_norm", "k_norm_bias")
-MATRICES = ("qkv", "out", "gate_up", "down", "word_gate_up", "word_down")
+    "native_decode(Tensor?[] each, Tensor(a!)[] cache, int[] aux_layers, int number) -> Tensor",
+    lambda each, cache, aux_layers, number: MODULES[number].features_of(each[0], aux_layers),
+)(lambda each, cache, aux_layers, number: MODULES[number].run(each, cache, aux_layers))
 
 
 class NativeDecoder(nn.Module):
@@ -220,17 +215,16 @@ class NativeDecoder(nn.Module):
 
     def __init__(self, blocks: Sequence[Any], norm: Any | None) -> None:
         super().__init__()
-        attention = blocks[0].attention
-        self.heads, self.kv, self.head_dim = attention.heads, attention.kv, attention.head_dim
-        self.interleaved, self.eps = attention.interleaved, blocks[0].ffn_norm.eps
-        self.dtype = blocks[0].ffn_norm.weight.dtype
-        matrices = [m.weight for block in blocks for m in linears_of(block)]
-        self.format = format_of(self.dtype, matrices)
+        self.format = format_of([x.weight for block in blocks for x in linears_of(block)])
         self.parts = nn.ModuleList()
         self.norms: list[Tensor] = []  # what `layers` points to
-        self.layers = (CLayer * len(blocks))(*(self.pack(block) for block in blocks))
-        self.final_norm = None if norm is None else self.keep(norm.weight)
-        self.dim, self.ffn = blocks[0].ffn.down.out_features, blocks[0].ffn.down.in_features
+        self.layers = (CLayer * len(blocks))(*map(self.pack, blocks))
+        attention, down = blocks[0].attention, blocks[0].ffn.down
+        sizes = {x: getattr(attention, x) for x in ("heads", "kv", "head_dim", "interleaved")}
+        sizes |= {"dim": down.out_features, "ffn": down.in_features, "eps": blocks[0].ffn_norm.eps}
+        final_norm = None if norm is None else self.keep(norm.weight)
+        layers = {"layer_count": len(blocks), "layers": addressof(self.layers)}
+        self.model = {"format": self.format, **sizes, **layers, "final_norm": final_norm}
         MODULES[id(self)] = self
 
     def keep(self, weight: Tensor) -> int:
@@ -239,20 +233,25 @@ class NativeDecoder(nn.Module):
 
     def pack(self, block: Any) -> Any:
         layer = CLayer()
-        names = ("attention_norm", "attention_post_norm", "ffn_norm", "ffn_post_norm")
-        for field, name in zip(NORMS, names, strict=True):
-            if (weight := getattr(getattr(block, name), "weight", None)) is not None:
-                setattr(layer, field, self.keep(weight))
-        for field in ("q_norm", "k_norm"):
-            norm = getattr(block.attention, field)
-            if (weight := getattr(norm, "weight", None)) is not None:
-                setattr(layer, field, self.keep(weight))
-                setattr(layer, f"{field}_bias", self.keep(norm.bias))
-        for field, linear in zip(MATRICES, linears_of(block), strict=False):
-            gated = field.endswith("gate_up")
-            self.parts.append(NativeLinear(linear, self.format, gated))
-            setattr(layer, field, self.parts[-1].matrix)
+        norms = {
+            "norm": block.attention_norm,
+            "post_norm": block.attention_post_norm,
+            "ffn_norm": block.ffn_norm,
+            "ffn_post_norm": block.ffn_post_norm,
+            "q_norm": block.attention.q_norm,
+            "k_norm": block.attention.k_norm,
+        }
+        for name, norm in norms.items():
+            for kind, weight in norm.named_parameters():  # none where a family has no such norm
+                setattr(layer, name if kind == "weight" else f"{name}_bias", self.keep(weight))
+        for name, linear in zip(MATRICES, linears_of(block), strict=False):
+            self.parts.append(NativeLinear(linear, self.format, gated=name.endswith("gate_up")))
+            setattr(layer, name, self.parts[-1].matrix)
         return layer
+
+    def features_of(self, x: Tensor, aux_layers: Sequence[int]) -> Tensor:
+        """Empty ones, [.., H * (1 + n)]."""
+        return x.new_empty(*x.shape[:-1], x.shape[-1] * (1 + len(aux_layers)))
 
     def forward(
         self,
@@ -266,72 +265,51 @@ class NativeDecoder(nn.Module):
         words: Tensor | None = None,  # [R, T] bool
     ) -> Tensor:
         """Features [R, T, H * (1 + n)]."""
-        alone = isinstance(cache.layers[0], WrittenCache)
+        index = index.int().view(len(x), -1)
+        moves = None if source is None else source.int().view(len(x), -1)
+        starts = index[:, 0].long()  # of what a row attends to: what it writes, or all of its cache
+        if not isinstance(cache.layers[0], WrittenCache):
+            starts = starts - starts % mask.shape[-1]
+        each = [x, rope.float(), mask.float(), index, moves, starts, words]
         # A `ScratchCache` needs no copy here: its positions are masked until the next step writes them
         tensors = [x for layer in cache.layers for x in (layer.k, layer.v)]
-        result: Tensor = native_decode(
-            x, rope, mask, tensors, index, source, list(aux_layers), words, alone, id(self)
-        )
+        result: Tensor = native_decode(each, tensors, list(aux_layers), id(self))
         return result
 
-    def run(
-        self,
-        x: Tensor,
-        rope: Tensor,
-        mask: Tensor,
-        cache: Sequence[Tensor],
-        index: Tensor,
-        source: Tensor | None,
-        aux_layers: Sequence[int],
-        words: Tensor | None,
-        alone: bool,
-    ) -> Tensor:
+    def run(self, each: list[Any], cache: list[Tensor], aux_layers: list[int]) -> Tensor:
         """Rows that attend to nothing, of images that are done, are left out: their features are zeros."""
-        rows, capacity = len(x), mask.shape[-1]
-        moves = None if source is None else source.int().view(rows, -1)
-        index = index.view(rows, -1)
-        starts = index[:, 0] if alone else torch.arange(0, rows * capacity, capacity)
-        each = (x, rope.float(), mask.float(), index.int(), moves, starts.long(), words)
+        x, _, mask, *_ = each
         seen = (mask > HIDDEN).flatten(1).any(1)
         if bool(seen.all()):
-            return self.call(cache, aux_layers, *each)
-        kept = seen.nonzero()[:, 0]
-        result = x.new_zeros(*x.shape[:2], self.dim * (1 + len(aux_layers)))
+            return self.call(each, cache, aux_layers)
+        result, kept = self.features_of(x, aux_layers).zero_(), seen.nonzero()[:, 0]
         if len(kept):
-            some = (None if one is None else one[kept] for one in each)
-            result[kept] = self.call(cache, aux_layers, *some)
+            some = [None if one is None else one[kept] for one in each]
+            result[kept] = self.call(some, cache, aux_layers)
         return result
 
-    def call(
-        self, cache: Sequence[Tensor], aux_layers: Sequence[int], *each: Tensor | None
-    ) -> Tensor:
-        """The call of C, for x, rope, mask, index, source, starts and words of some rows."""
-        some: list[Any] = [None if one is None else one.contiguous() for one in each]
-        x, rope, mask, index, source, starts, words = some
-        x = x.clone()  # the layers add to it
-        features = x.new_empty(*x.shape[:2], self.dim * (1 + len(aux_layers)))
-        for number, layer in enumerate(self.layers):
-            layer.keys, layer.values = map(pointer, cache[2 * number : 2 * number + 2])
-        aux = (c_int64 * max(1, len(aux_layers)))(*aux_layers)
-        call = CCall(
-            format=self.format, threads=torch.get_num_threads(), dim=self.dim, heads=self.heads, kv=self.kv,
-            head_dim=self.head_dim, ffn=self.ffn, interleaved=self.interleaved, eps=self.eps,
-            layer_count=len(self.layers), layers=addressof(self.layers), final_norm=self.final_norm, rows=len(x),
-            tokens=x.shape[1], capacity=mask.shape[-1], moves=0 if source is None else source.shape[1],
-            position_stride=cache[0].stride(0), head_stride=cache[0].stride(1), rope=rope.data_ptr(),
-            mask=mask.data_ptr(), index=index.data_ptr(), source=pointer(source), starts=starts.data_ptr(),
-            words=pointer(words), x=x.data_ptr(), features=features.data_ptr(), aux=addressof(aux),
-            aux_count=len(aux_layers),
+    def call(self, each: list[Any], cache: list[Tensor], aux_layers: list[int]) -> Tensor:
+        """The call of C, for all rows or some."""
+        each = [None if one is None else one.contiguous() for one in each]
+        each[0] = each[0].clone()  # the layers add to it
+        x, _, mask, index, *_ = each
+        features, aux = self.features_of(x, aux_layers), (c_int64 * len(aux_layers))(*aux_layers)
+        for layer, keys, values in zip(self.layers, cache[::2], cache[1::2], strict=True):
+            layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
+        rows, tokens = x.shape[:2]
+        one_pass = CCall(
+            **self.model, **dict(zip(EACH, map(pointer, each), strict=True)), features=pointer(features),
+            threads=torch.get_num_threads(), rows=rows, tokens=tokens, capacity=mask.shape[-1],
+            moves=index.shape[1] - tokens, position_stride=cache[0].stride(0), head_stride=cache[0].stride(1),
+            aux=addressof(aux), aux_count=len(aux_layers),
         )  # fmt: skip
-        check_code(library().lantern_decode(byref(call)))
+        call("lantern_decode", byref(one_pass))
         return features
 
 
-def linears_of(block: Any) -> Iterator[Any]:
-    """In the order of `MATRICES`."""
-    yield from (block.attention.qkv, block.attention.out, block.ffn.gate_up, block.ffn.down)
-    if block.word_ffn is not None:
-        yield from (block.word_ffn.gate_up, block.word_ffn.down)
+def linears_of(block: Any) -> list[nn.Linear]:
+    """In the order of `MATRICES`, which is the one that a block makes them in."""
+    return [part for part in block.modules() if isinstance(part, nn.Linear)]
 
 
 # ------------------------------------------------------------------------------------ a whole model
@@ -342,17 +320,19 @@ def pack_model(modules: Sequence[nn.Module]) -> int:
 
     The plain matrices are given back: what is left of them has no numbers.
     """
+    formats = []
     for module in modules:
         if blocks := blocks_of(module):
             module.decoder = NativeDecoder(blocks, getattr(module, "norm", None))
+            formats.append(module.decoder.format)
             for linear in (linear for block in blocks for linear in linears_of(block)):
                 linear.weight = nn.Parameter(linear.weight.new_empty(0), requires_grad=False)
-        for parent, name, layer in list(plain_linears(module)):
-            number = format_of(layer.weight.dtype, [layer.weight])
-            setattr(parent, name, NativeLinear(layer, number))
-    return next(
-        (x.format for m in modules for x in m.modules() if isinstance(x, NativeDecoder)), FLOAT32
-    )
+        for parent in [*module.modules()]:
+            for name, child in [*parent.named_children()]:
+                # Without those that have just given their matrices back
+                if type(child) is nn.Linear and child.weight.numel() and child.in_features % 2 == 0:
+                    setattr(parent, name, NativeLinear(child, format_of([child.weight])))
+    return formats[0] if formats else FLOAT32
 
 
 def blocks_of(module: nn.Module) -> list[Any]:
@@ -378,11 +358,3 @@ def obstacle(modules: Sequence[nn.Module]) -> str:
         if odd:
             return ", ".join(odd)
     return ""
-
-
-def plain_linears(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
-    """Where linear layers that still have their matrices are, and the layers."""
-    for parent in module.modules():
-        for name, child in parent.named_children():
-            if type(child) is nn.Linear and child.weight.numel() and child.in_features % 2 == 0:
-                yield parent, name, child

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lantern_hpu.backends.base import operator
-from lantern_hpu.backends.cpu.native import CWalk, check_code, library, pointer
+from lantern_hpu.backends.cpu.native import CWalk, call, pointer
 from lantern_hpu.ops.kernels import PLAIN, Kernels
 
 
@@ -29,7 +29,7 @@ def native_distinct(probs: Tensor, uniform: Tensor) -> Tensor:
     probs, uniform, tokens = probs.contiguous(), uniform.contiguous(), like_tokens(probs, uniform)
     rows, draws = probs.numel() // probs.shape[-1], uniform.shape[-1]
     sizes = (torch.get_num_threads(), rows, probs.shape[-1], draws)
-    check_code(library().lantern_draw(*sizes, *(x.data_ptr() for x in (probs, uniform, tokens))))
+    call("lantern_draw", *sizes, *map(pointer, (probs, uniform, tokens)))
     return tokens
 
 
@@ -67,8 +67,8 @@ def native_walk(*arguments: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tens
     lenders = 0 if neighbours is None else neighbours.shape[1]
     sizes = (*p.shape[:2], *child.shape[1:2], *uniform.shape[1:], p.shape[2], lenders)
     outputs = dict(zip(OUTPUTS, map(pointer, made), strict=True))
-    call = CWalk(*sizes, torch.get_num_threads(), *map(pointer, inputs), **outputs)
-    check_code(library().lantern_walk(byref(call)))
+    walk = CWalk(*sizes, torch.get_num_threads(), *map(pointer, inputs), **outputs)
+    call("lantern_walk", byref(walk))
     return made
 
 
