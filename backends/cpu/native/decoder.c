@@ -20,9 +20,9 @@
 typedef uint16_t half;
 typedef uint32_t word __attribute__((may_alias));
 
-/* Rows of a tile of a product, tiles that share sums, bytes of weights that they take at a time, which the nearest cache
- * holds twice; positions and queries of a block of attention, and how far ahead its cache is fetched. */
-enum { TILE = 6, TILES = 8, NEAR = 16384, BLOCK = 16, AHEAD = 16 };
+/* Rows of a tile of a product, rows that share weights, bytes of weights that they take at a time, which the nearest cache holds twice;
+ * positions and queries of a block of attention, and how far ahead its cache is fetched. */
+enum { TILE = 6, SHARING = 48, NEAR = 16384, BLOCK = 16, AHEAD = 32 };
 
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t up_to(int64_t size, int64_t step) { return (size + step - 1) / step * step; }
@@ -57,6 +57,8 @@ typedef struct {
 #define NAME(a) JOIN(a, ISA, FORMAT)
 #define ALWAYS static inline __attribute__((always_inline))
 
+static const float HIDDEN = -1e30f;  /* an additive mask hides a position by less than this */
+
 /* Of every vector. */
 #define SET MM(set1_ps)
 #define LOAD MM(loadu_ps)
@@ -68,16 +70,18 @@ typedef struct {
 #define INPUTS (PAIRS ? BFLOAT16 : FLOAT32)
 #define NUMBER(format) __typeof__(__builtin_choose_expr((format) == FLOAT32, 0.0f, (half)0))
 #define ACT NUMBER(ACTS)
-#define WEIGHT NUMBER(FORMAT)
+#define STORED NUMBER(FORMAT)
 #define INPUT NUMBER(INPUTS)
 #define LOAD_ACT(x, at) NAME(load)(x, at, ACTS)
 #define STORE_ACT(y, at, x) NAME(store)(y, at, ACTS, x)
 #define STORE_INPUT(y, at, x) NAME(store)(y, at, INPUTS, x)
 
-#define PANEL (LANES == 16 ? 64 : 16)
+#define PANEL (4 * LANES)
+#define AT_ONCE(count) (LANES == 8 && count > 2 ? 2 : WIDE)  /* vectors of a panel whose sums registers hold for so many rows */
+#define MIXED (FORMAT == BFLOAT16 && !PAIRS)
 #define WIDE (PANEL / LANES)  /* vectors of a panel */
 #define TAKEN (PAIRS + 1)  /* inputs in one step of a product, and the bytes of a panel's weights for them */
-#define STEP (TAKEN * PANEL * (int)sizeof(WEIGHT))
+#define STEP (TAKEN * PANEL * (int)sizeof(STORED))
 #define STEPS (NEAR / STEP)
 
 /* Instruction sets only grow: AVX2 with FMA and F16C; AVX512; AVX512 with products of bfloat16 pairs. */

@@ -1,13 +1,15 @@
 /* The decoder for one instruction set (ISA, V, LANES, MM, PAIRS) and one FORMAT; see decoder.c, which includes it.
  *
  * Matrices lie as panels of PANEL outputs, [out / PANEL][in][PANEL], so that memory is read once and in order; with
- * PAIRS, two inputs of an output lie together. A gated matrix has in each panel half gates, half what they gate. */
+ * PAIRS, two inputs of an output lie together; other bfloat16 numbers lie as MIXED: the outputs of two vectors take turns,
+ * as a shift and a mask then make floats of them. A gated matrix has in each panel half gates, half what they gate. */
 
 /* ---------------------------------------------------------------- vectors */
 
 typedef uint16_t NAME(Halves) __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 typedef long long NAME(Packed) __attribute__((vector_size(2 * LANES), aligned(2), may_alias));  /* as intrinsics take them */
 typedef uint32_t NAME(Words) __attribute__((vector_size(4 * LANES)));
+typedef uint32_t NAME(Both) __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
 
 /* Numbers of a format from `at` on. */
 ALWAYS V NAME(load)(const void *x, int64_t at, const int64_t format) {
@@ -29,12 +31,16 @@ ALWAYS void NAME(store)(void *y, int64_t at, const int64_t format, V x) {  /* as
 
 #if PAIRS  /* factors of products: of two inputs each */
 typedef __m512bh NAME(Factor);
-ALWAYS NAME(Factor) NAME(factor)(const void *w) { return (__m512bh)_mm512_loadu_si512(w); }
+ALWAYS NAME(Factor) NAME(factor)(const STORED *w, int j) { return (__m512bh)_mm512_loadu_si512(w + 2 * LANES * j); }
 ALWAYS NAME(Factor) NAME(input)(const INPUT *x, int64_t k) { return (__m512bh)_mm512_set1_epi32(((const int *)x)[k]); }
 ALWAYS V NAME(add_product)(NAME(Factor) a, NAME(Factor) b, V sum) { return _mm512_dpbf16_ps(sum, a, b); }
 #else
 typedef V NAME(Factor);
-ALWAYS V NAME(factor)(const void *w) { return NAME(load)(w, 0, FORMAT); }
+ALWAYS V NAME(factor)(const STORED *w, int j) {  /* the j-th of a step's vectors */
+    if (!MIXED) return NAME(load)(w, LANES * j, FORMAT);
+    NAME(Words) both = *(const NAME(Both) *)(w + j / 2 * 2 * LANES);
+    return (V)(j % 2 ? both & 0xffff0000 : both << 16);
+}
 ALWAYS V NAME(input)(const INPUT *x, int64_t k) { return SET(x[k]); }
 ALWAYS V NAME(add_product)(V a, V b, V sum) { return FMA(a, b, sum); }
 #endif
@@ -86,15 +92,16 @@ ALWAYS V NAME(sums)(const V *a) {
 /* ---------------------------------------------------------------- products */
 
 static void NAME(pack)(const void *weight, int64_t in, int64_t out, int gated, void *packed) {
-    const WEIGHT *w = weight;
-    WEIGHT *to = packed;
+    const STORED *w = weight;
+    STORED *to = packed;
     int64_t each = gated ? PANEL / 2 : PANEL, outputs = gated ? out / 2 : out;
 #pragma omp parallel for
     for (int64_t panel = 0; panel < up_to(outputs, each) / each; panel++)
         for (int64_t k = 0; k < in; k++)
             for (int64_t j = 0; j < PANEL; j++) {
                 int64_t o = panel * each + j % each, up = j / each * outputs;
-                int64_t at = PAIRS ? (k / 2 * PANEL + j) * 2 + k % 2 : k * PANEL + j;
+                int64_t mixed = j / (2 * LANES) * 2 * LANES + j % LANES * 2 + j / LANES % 2;
+                int64_t at = PAIRS ? (k / 2 * PANEL + j) * 2 + k % 2 : k * PANEL + (MIXED ? mixed : j);
                 to[panel * PANEL * in + at] = o < outputs ? w[(up + o) * in + k] : 0;
             }
 }
@@ -126,45 +133,50 @@ static void NAME(put)(const Sink *sink, const Matrix *matrix, int64_t row, int64
         for (int j = 0; j < WIDE; j++) NAME(keep)(sink, matrix, row, panel * PANEL + LANES * j, sum[j]);
 }
 
-/* Add `count` rows by `steps` steps of a panel to their sums. Of what follows, `bytes` are fetched at each step. */
+/* Add `count` rows by `steps` steps of a panel to `wide` vectors of their sums. Of what follows, `bytes` are fetched at
+ * each step. */
 ALWAYS void NAME(tile)(
-    const int count, const INPUT *x, int64_t in, const WEIGHT *w, int64_t steps, V (*kept)[WIDE], const char *next, int64_t bytes) {
+    const int count, const int wide, const INPUT *x, int64_t in, const STORED *w, int64_t steps, V *kept, const char *next, int64_t bytes) {
     V sum[TILE][WIDE];
     for (int i = 0; i < count; i++)
-        for (int j = 0; j < WIDE; j++) sum[i][j] = kept[i][j];
+        for (int j = 0; j < wide; j++) sum[i][j] = kept[i * WIDE + j];
     for (int64_t k = 0; k < steps; k++, w += TAKEN * PANEL, next += bytes) {
         NAME(Factor) b[WIDE];
-        for (int j = 0; j < WIDE; j++) b[j] = NAME(factor)(w + TAKEN * LANES * j);
+        for (int j = 0; j < wide; j++) b[j] = NAME(factor)(w, j);
         for (int j = 0; j < STEP; j += 64) _mm_prefetch(next + j, _MM_HINT_T0);
 #pragma GCC unroll 6
         for (int i = 0; i < count; i++) {
             NAME(Factor) a = NAME(input)(x + i * in, k);
-            for (int j = 0; j < WIDE; j++) sum[i][j] = NAME(add_product)(a, b[j], sum[i][j]);
+            for (int j = 0; j < wide; j++) sum[i][j] = NAME(add_product)(a, b[j], sum[i][j]);
         }
     }
     for (int i = 0; i < count; i++)
-        for (int j = 0; j < WIDE; j++) kept[i][j] = sum[i][j];
+        for (int j = 0; j < wide; j++) kept[i * WIDE + j] = sum[i][j];
 }
 
-#define TILE_OF(count) case count: NAME(tile)(count, x + row * in + k * TAKEN, in, w, steps, sums + row - first, next, bytes); break;
+#define TILE_OF(count) case count: NAME(tile)(count, AT_ONCE(count), from, in, part_of, steps, to, next, bytes); break;
 /* x [rows, in] by the panels of each thread of a team, some rows and some steps over the inputs at a time, so that
- * weights are read from the nearest cache but once. What follows comes from memory meanwhile: for one tile some steps
+ * weights are read from the nearest cache but once. What follows comes from memory meanwhile: for one part some steps
  * ahead, for several a share of the next steps with each, as memory would be idle while they multiply. */
 static void NAME(multiply)(const INPUT *x, int64_t rows, const Matrix *matrix, const Sink *sink) {
     int64_t in = matrix->in;
-    V sums[TILES * TILE][WIDE];
+    V sums[SHARING][WIDE];
 #pragma omp for schedule(static) nowait
     for (int64_t panel = 0; panel < up_to(matrix->out, PANEL) / PANEL; panel++)
         for (int64_t first = 0, some; first < rows; first += some) {
-            some = least(TILES * TILE, rows - first);
+            some = least(SHARING, rows - first);
+            int64_t tiles = (some + TILE - 1) / TILE, parts = tiles * WIDE / AT_ONCE(some), bytes = (STEP + parts - 1) / parts;
             memset(sums, 0, (size_t)some * sizeof(sums[0]));
             for (int64_t k = 0, steps; k < in / TAKEN; k += steps) {
                 steps = least(STEPS, in / TAKEN - k);
-                const WEIGHT *w = (const WEIGHT *)matrix->weight + (panel * in + k * TAKEN) * PANEL;
-                for (int64_t t = 0, tiles = (some + TILE - 1) / TILE; t < tiles; t++) {
-                    int64_t row = first + some * t / tiles, bytes = (STEP + tiles - 1) / tiles;
-                    const char *next = (const char *)w + (tiles == 1 ? NEAR / 4 : STEPS * (STEP + t * bytes));
-                    switch (first + some * (t + 1) / tiles - row) {
+                const STORED *w = (const STORED *)matrix->weight + (panel * in + k * TAKEN) * PANEL;
+                for (int64_t part = 0; part < parts; part++) {
+                    int64_t t = part % tiles, vector = part / tiles * AT_ONCE(some), row = some * t / tiles;
+                    const INPUT *from = x + (first + row) * in + k * TAKEN;
+                    const STORED *part_of = w + TAKEN * LANES * vector;
+                    const char *next = (const char *)w + (parts == 1 ? NEAR / 4 : STEPS * (STEP + part * bytes));
+                    V *to = sums[row] + vector;
+                    switch (some * (t + 1) / tiles - row) {
                         TILE_OF(1) TILE_OF(2) TILE_OF(3) TILE_OF(4) TILE_OF(5) TILE_OF(6)
                     }
                 }
@@ -210,11 +222,12 @@ typedef struct {
     const Call *call;
     float *qkv, *part;                /* [R T, (heads + 2 kv) head_dim], [R T, dim] */
     INPUT *normed, *mixed, *gated;    /* [R T, dim], [R T, heads head_dim], [R T, ffn] */
-    int64_t *lengths;                 /* [R] where the positions end that a row's queries attend to */
+    int64_t *firsts, *ends;           /* [R] of the positions that a row's queries attend to */
     float *scores, *turned;           /* [4, S rounded up], [head_dim] */
-    ACT *query, *moved;               /* [head_dim], [D, head_dim] */
-    const ACT *keys, *values, *next;  /* of the unit at hand, and what is read behind its values */
-    int64_t length;
+    INPUT *query;                     /* [head_dim] */
+    ACT *moved;                       /* [D, head_dim] */
+    const ACT *keys, *values, *next;  /* of the unit at hand, from its first position on; what is read behind its values */
+    int64_t length, capacity;         /* of its positions that are attended to, and of all */
 } NAME(Pass);
 
 /* Chameleon's norm of one head: layer norm with weights of its own, in place. */
@@ -231,13 +244,13 @@ static void NAME(head_norm)(float *x, const float *weight, const float *bias, in
         STORE(x + i, FMA((LOAD(x + i) - mean) * scale, LOAD(weight + i), LOAD(bias + i)));
 }
 
-static inline void NAME(store_head)(const float *x, int64_t size, ACT *y) {
-    for (int64_t i = 0; i < size; i += LANES) STORE_ACT(y, i, LOAD(x + i));
+ALWAYS void NAME(store_head)(const float *x, int64_t size, void *y, const int64_t format) {
+    for (int64_t i = 0; i < size; i += LANES) NAME(store)(y, i, format, LOAD(x + i));
 }
 
 /* A token's query or key, which lies in `x`: normed (where a family has norms of heads), rotated, and kept in `y`. */
-static void NAME(turn)(
-    const NAME(Pass) *pass, int64_t token, int64_t head, float *x, const float *weight, const float *bias, ACT *y) {
+ALWAYS void NAME(turn)(
+    const NAME(Pass) *pass, int64_t token, int64_t head, float *x, const float *weight, const float *bias, void *y, const int64_t format) {
     int64_t size = pass->call->head_dim, pairs = size / 2, interleaved = pass->call->interleaved;
     int64_t step = interleaved ? 2 : 1, far = interleaved ? 1 : pairs;
     const float *rope = pass->call->rope + token * size;
@@ -247,7 +260,7 @@ static void NAME(turn)(
         pass->turned[i * step] = a * cos - b * sin;
         pass->turned[i * step + far] = b * cos + a * sin;
     }
-    NAME(store_head)(pass->turned, size, y);
+    NAME(store_head)(pass->turned, size, y, format);
 }
 
 /* Move what was accepted, then write the new keys and values of a unit: a row and a key head. */
@@ -265,21 +278,23 @@ static void NAME(write)(const NAME(Pass) *pass, const Layer *layer, int64_t unit
     for (int64_t t = 0; t < c->tokens; t++) {
         int64_t token = row * c->tokens + t;
         float *key = pass->qkv + (token * (c->heads + 2 * c->kv) + c->heads + head) * size;
-        NAME(turn)(pass, token, head, key, layer->k_norm, layer->k_norm_bias, keys + goal[moves + t] * stride);
-        NAME(store_head)(key + c->kv * size, size, values + goal[moves + t] * stride);
+        NAME(turn)(pass, token, head, key, layer->k_norm, layer->k_norm_bias, keys + goal[moves + t] * stride, ACTS);
+        NAME(store_head)(key + c->kv * size, size, values + goal[moves + t] * stride, ACTS);
     }
 }
 
 /* A layer's keys or values from the first position on that a unit attends to. */
-static ACT *NAME(seen)(const Call *c, void *cache, int64_t unit) {
-    return (ACT *)cache + unit % c->kv * c->head_stride + c->starts[unit / c->kv] * c->position_stride;
+static ACT *NAME(seen)(const NAME(Pass) *pass, void *cache, int64_t unit) {
+    const Call *c = pass->call;
+    int64_t first = c->starts[unit / c->kv] + pass->firsts[unit / c->kv];
+    return (ACT *)cache + unit % c->kv * c->head_stride + first * c->position_stride;
 }
 
 /* Scores of the query at LANES positions from `first` on. */
 ALWAYS V NAME(scores)(const NAME(Pass) *pass, int64_t first) {
-    int64_t size = pass->call->head_dim, stride = pass->call->position_stride, last = pass->call->capacity - 1;
-    const ACT *query = pass->query, *keys = pass->keys;
-    const ACT *ahead = first + AHEAD < pass->length ? keys : pass->values - up_to(pass->length, LANES) * stride;
+    int64_t size = pass->call->head_dim, stride = pass->call->position_stride, last = pass->capacity - 1;
+    const INPUT *query = pass->query;
+    const ACT *keys = pass->keys, *ahead = first + AHEAD < pass->length ? keys : pass->values - up_to(pass->length, LANES) * stride;
     V sum[LANES];
 #pragma GCC unroll 16
     for (int i = 0; i < LANES; i++) {
@@ -289,8 +304,8 @@ ALWAYS V NAME(scores)(const NAME(Pass) *pass, int64_t first) {
         int64_t d = 0;
         V one = SET(0.0f);
         for (; PAIRS && d + 2 * LANES <= size; d += 2 * LANES)
-            one = NAME(add_product)(NAME(factor)(query + d), NAME(factor)(key + d), one);
-        for (; d < size; d += LANES) one = FMA(LOAD_ACT(query, d), LOAD_ACT(key, d), one);
+            one = NAME(add_product)(NAME(factor)((const STORED *)query + d, 0), NAME(factor)((const STORED *)key + d, 0), one);
+        for (; d < size; d += LANES) one = FMA(NAME(load)(query, d, INPUTS), LOAD_ACT(key, d), one);
         sum[i] = one;
     }
     return NAME(sums)(sum);
@@ -298,7 +313,7 @@ ALWAYS V NAME(scores)(const NAME(Pass) *pass, int64_t first) {
 
 /* Softmax of the query over the positions, left unnormalised: returns 1 / sum. */
 static float NAME(weigh)(const NAME(Pass) *pass, const float *mask, float *scores) {
-    int64_t capacity = pass->call->capacity;
+    int64_t capacity = pass->capacity;
     V scale = SET(1.0f / sqrtf((float)pass->call->head_dim)), most = SET(-INFINITY), total = SET(0.0f);
     for (int64_t p = 0; p < pass->length; p += LANES) {
         float edge[LANES];
@@ -361,10 +376,11 @@ static void NAME(mix_all)(const NAME(Pass) *pass, int64_t count, const float *fa
 static void NAME(attend)(NAME(Pass) *pass, const Layer *layer, int64_t unit, int64_t next) {
     const Call *c = pass->call;
     int64_t row = unit / c->kv, group = c->heads / c->kv, count = c->tokens * group, size = c->head_dim;
-    pass->keys = NAME(seen)(c, layer->keys, unit);
-    pass->values = NAME(seen)(c, layer->values, unit);
-    pass->next = NAME(seen)(c, layer->keys, next);
-    pass->length = pass->lengths[row];
+    pass->keys = NAME(seen)(pass, layer->keys, unit);
+    pass->values = NAME(seen)(pass, layer->values, unit);
+    pass->next = NAME(seen)(pass, layer->keys, next);
+    pass->length = pass->ends[row] - pass->firsts[row];
+    pass->capacity = c->capacity - pass->firsts[row];
     for (int64_t first = 0; first < count; first += 4) {
         int64_t some = least(4, count - first);
         float factor[4];
@@ -372,8 +388,9 @@ static void NAME(attend)(NAME(Pass) *pass, const Layer *layer, int64_t unit, int
         for (int64_t i = 0; i < some; i++) {
             int64_t token = row * c->tokens + (first + i) / group, head = unit % c->kv * group + (first + i) % group;
             float *query = pass->qkv + (token * (c->heads + 2 * c->kv) + head) * size;
-            NAME(turn)(pass, token, head, query, layer->q_norm, layer->q_norm_bias, pass->query);
-            factor[i] = NAME(weigh)(pass, c->mask + token * c->capacity, pass->scores + i * up_to(c->capacity, BLOCK));
+            NAME(turn)(pass, token, head, query, layer->q_norm, layer->q_norm_bias, pass->query, INPUTS);
+            const float *mask = c->mask + token * c->capacity + pass->firsts[row];
+            factor[i] = NAME(weigh)(pass, mask, pass->scores + i * up_to(c->capacity, BLOCK));
             out[i] = pass->mixed + (token * c->heads + head) * size;
         }
         NAME(mix_all)(pass, some, factor, out);
@@ -382,15 +399,18 @@ static void NAME(attend)(NAME(Pass) *pass, const Layer *layer, int64_t unit, int
 
 /* ---------------------------------------------------------------- the pass */
 
-/* Positions that a row's queries attend to end before this one. */
-static int64_t NAME(filled)(const Call *c, int64_t row) {
-    int64_t end = 1;
+/* Where a row's queries attend; the first block that they see is read whole, so that sums run as they would from 0 on. */
+static void NAME(bound)(const Call *c, int64_t row, int64_t *first, int64_t *end) {
+    int64_t begin = c->capacity - 1, p;
+    *end = 1;
     for (int64_t t = 0; t < c->tokens; t++) {
         const float *mask = c->mask + (row * c->tokens + t) * c->capacity;
-        for (int64_t p = c->capacity; p > end; p--)
-            if (mask[p - 1] > -1e30f) end = p;
+        for (p = 0; p < begin && mask[p] <= HIDDEN;) p++;
+        begin = p;
+        for (p = c->capacity; p > *end && mask[p - 1] <= HIDDEN;) p--;
+        *end = p;
     }
-    return end;
+    *first = least(begin, *end - 1) / BLOCK * BLOCK;
 }
 
 /* A product of SwiGLU, for each run of tokens that share its matrix. */
@@ -445,10 +465,11 @@ static int64_t NAME(lay_out)(NAME(Pass) *pass, int64_t at, int64_t thread) {
     pass->normed = take(&at, input * count * c->dim);
     pass->mixed = take(&at, input * count * c->heads * size);
     pass->gated = take(&at, input * count * c->ffn);
-    pass->lengths = take(&at, 8 * c->rows);
+    pass->firsts = take(&at, 8 * c->rows);
+    pass->ends = take(&at, 8 * c->rows);
     for (int64_t n = 0; n <= thread; n++) {
         pass->turned = take(&at, 4 * size);
-        pass->query = take(&at, act * size);
+        pass->query = take(&at, input * size);
         pass->moved = take(&at, act * c->moves * size);
         pass->scores = take(&at, 4 * 4 * up_to(c->capacity, BLOCK) + 256);  /* no line close to another thread's */
     }
@@ -462,7 +483,7 @@ static int NAME(decode)(const Call *c) {
     void *memory = aligned(NAME(lay_out)(&pass, 0, c->threads - 1));
     if (!memory) return -1;
     NAME(lay_out)(&pass, (int64_t)memory, 0);
-    for (int64_t row = 0; row < c->rows; row++) pass.lengths[row] = NAME(filled)(c, row);
+    for (int64_t row = 0; row < c->rows; row++) NAME(bound)(c, row, pass.firsts + row, pass.ends + row);
     ACT *x = c->x, *out = c->features;
 #pragma omp parallel num_threads((int)c->threads) firstprivate(pass)
     {
