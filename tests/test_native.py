@@ -268,6 +268,23 @@ def test_positions_that_are_masked_change_no_bit(isa: str) -> None:
     assert torch.equal(decoder(**arguments, cache=copied(before, slice(0, 2 * S), 2)), clean)
 
 
+@torch.no_grad()
+def test_left_padding_is_not_read(isa: str) -> None:
+    """Whole blocks of positions before the first one that a row's queries attend to, whatever lies there."""
+    target = make_target(FAMILIES["llamagen"])
+    decoder = NativeDecoder(list(target.layers), target.norm)
+    arguments = step_arguments(target.config, 2, 3, torch.float32)
+    arguments["mask"][1, ..., :16] = torch.finfo(torch.float32).min
+    cache = make_cache(target.config, 2, torch.float32)
+    assert_close(
+        decoder(**arguments, cache=cache), target(**arguments, cache=deepcopy(cache)), 1e-5
+    )
+    clean = decoder(**arguments, cache=cache)
+    for layer in cache.layers:
+        layer.k[S + 6 : S + 16], layer.v[S + 6 : S + 16] = torch.nan, torch.nan
+    assert torch.equal(decoder(**arguments, cache=cache), clean)
+
+
 @pytest.mark.parametrize("vocabulary", [1, 5, 100, 4097])
 def test_draws_are_those_of_torch(vocabulary: int) -> None:
     """Sharp and flat distributions, such with zeros, and such with fewer tokens than there are draws."""

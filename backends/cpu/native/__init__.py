@@ -19,6 +19,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lantern_hpu.backends.base import operator
@@ -166,7 +167,7 @@ class NativeLinear(nn.Module):
     """
 
     packed: Tensor
-    bias: Tensor | None  # [out] float32
+    bias: Tensor | None  # [out] float32, up to a multiple of `LANES`
 
     def __init__(self, layer: nn.Linear, number: int, gated: bool = False) -> None:
         super().__init__()
@@ -177,7 +178,8 @@ class NativeLinear(nn.Module):
         self.register_buffer("packed", torch.empty(size, dtype=torch.uint8), persistent=False)
         packed = self.packed.data_ptr()
         call("lantern_pack", number, weight.data_ptr(), *sizes, gated, packed)
-        bias = None if layer.bias is None else layer.bias.detach().float().contiguous()
+        width = (0, -self.out_features % LANES)  # that whole vectors can be read
+        bias = None if layer.bias is None else F.pad(layer.bias.detach().float(), width)
         self.register_buffer("bias", bias, persistent=False)
         self.matrix = CMatrix(packed, pointer(bias), *sizes)
         MODULES[id(self)] = self

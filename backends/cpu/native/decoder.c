@@ -13,7 +13,6 @@
 #include <sys/mman.h>
 
 #if defined(__x86_64__)
-#include <cpuid.h>
 #include <immintrin.h>
 #include <omp.h>
 
@@ -139,14 +138,11 @@ enum { SET_COUNT = sizeof(SETS) / sizeof(SETS[0]) };
 static int chosen = -1;
 
 static int supported(int set) {
+#define HAS __builtin_cpu_supports
     __builtin_cpu_init();
-    int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    unsigned a, b, c, d;
-    avx2 = avx2 && __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
-    int avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                 __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    int pairs = avx512 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & (1u << 5));
-    return set == 0 ? pairs : set == 1 ? avx512 : avx2;
+    int avx2 = HAS("avx2") && HAS("fma") && HAS("f16c");
+    int avx512 = avx2 && HAS("avx512f") && HAS("avx512bw") && HAS("avx512dq") && HAS("avx512vl");
+    return set == 0 ? avx512 && HAS("avx512bf16") : set == 1 ? avx512 : avx2;
 }
 
 __attribute__((constructor)) static void choose(void) {

@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-#define LANTERN_ABI 4
+#define LANTERN_ABI 5
 
 /* Number formats: of the matrices, and of activations, caches and features. */
 #define BFLOAT16 0
@@ -15,7 +15,7 @@
 /* One matrix, packed by `lantern_pack`. */
 typedef struct {
     const void *weight;
-    const float *bias;  /* [out], or null */
+    const float *bias;  /* [out], up to a multiple of 16, or null */
     int64_t in, out;
 } Matrix;
 

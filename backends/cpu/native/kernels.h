@@ -22,11 +22,7 @@ ALWAYS void NAME(store)(void *y, int64_t at, const int64_t format, V x) {  /* as
     NAME(Words) bits = (NAME(Words))x, odd = bits >> 16 & 1, rounded = (bits + 0x7fff + odd) >> 16;
     y = format == FLOAT32 ? (void *)((float *)y + at) : (void *)((half *)y + at);
     if (format == FLOAT32) STORE(y, x);
-#if LANES == 16
-    else *(NAME(Packed) *)y = MM(cvtepi32_epi16)((__m512i)rounded);
-#else
     else *(NAME(Halves) *)y = __builtin_convertvector(rounded, NAME(Halves));
-#endif
 }
 
 #if PAIRS  /* factors of products: of two inputs each */
@@ -109,16 +105,11 @@ static void NAME(pack)(const void *weight, int64_t in, int64_t out, int gated, v
 /* One vector of sums of a row, from output `first` on; of the last panel those beyond the outputs are dropped. */
 static inline void NAME(keep)(const Sink *sink, const Matrix *matrix, int64_t row, int64_t first, V sum) {
     int64_t count = least(LANES, matrix->out - first), bytes = bytes_of(sink->format);
-    float edge[LANES], rest[LANES];
-    const float *bias = matrix->bias ? matrix->bias + first : 0;
-    void *y = (char *)sink->y + (row * matrix->out + first) * bytes, *to = y;
     if (count <= 0) return;
-    if (count < LANES) {
-        to = memcpy(edge, y, (size_t)(count * bytes));
-        memset(rest, 0, sizeof(rest));
-        bias = bias ? memcpy(rest, bias, (size_t)count * sizeof(float)) : rest;
-    }
-    if (bias) sum += LOAD(bias);
+    float edge[LANES];
+    void *y = (char *)sink->y + (row * matrix->out + first) * bytes;
+    void *to = count < LANES ? memcpy(edge, y, (size_t)(count * bytes)) : y;
+    if (matrix->bias) sum += LOAD(matrix->bias + first);
     if (sink->kind == ADDED) sum += NAME(load)(to, 0, sink->format);
     NAME(store)(to, 0, sink->format, sum);
     if (count < LANES) memcpy(y, edge, (size_t)(count * bytes));
