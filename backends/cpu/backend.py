@@ -57,6 +57,7 @@ class ThreadPace(Pace):
 
     Attributes:
         most: threads that the process may use; they are what is tried first. count: those of a step.
+        notify: is given what was chosen and why, each time.
     """
 
     def __init__(
@@ -64,10 +65,6 @@ class ThreadPace(Pace):
         notify: Callable[[int, str], None] = lambda count, why: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """
-        Args:
-            notify: is given what was chosen and why, each time.
-        """
         self.most = self.count = torch.get_num_threads()
         self.notify, self.clock = notify, clock
         self.usual = inf  # seconds of a step with what was chosen
@@ -130,16 +127,12 @@ class ThreadPace(Pace):
         self.notify(self.count, f"chosen {when}, where a step took {times}")
 
 
-# ------------------------------------------------------------------------------------------ dtypes
+# --------------------------------------------------------------------------------------------- fit
 
 DTYPES = {
     "float32": "exact comparisons hold; the fastest one for small models",
     "bfloat16": "half the memory; pays for large models where the native decoder or the processor takes it",
 }
-
-
-# --------------------------------------------------------------------------------------------- fit
-
 LAYOUTS = {
     "native": "the layers of a pass in one call of C: least time, and rows keep their bits by construction",
     "plain": "as torch keeps it: its slow twin, for any processor, number format and graph mode",

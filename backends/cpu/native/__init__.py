@@ -41,6 +41,7 @@ def read_header(text: str) -> dict[str, Any]:
         DeviceError: a line is written otherwise than those of `decoder.h`.
     """
     known: dict[str, Any] = {"void": None, "int": c_int, "int64_t": c_int64, "double": c_double}
+    known |= {name: int(number) for name, number in re.findall(r"#define (\w+) (\d+)", text)}
     members: list[tuple[str, Any]] = []
 
     def declared(line: str) -> list[tuple[str, Any]]:
@@ -52,9 +53,7 @@ def read_header(text: str) -> dict[str, Any]:
         raise DeviceError("decoder.h cannot be read", f"it says {line!r}", BUILD)
 
     for line in map(str.strip, re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL).splitlines()):
-        if found := re.fullmatch(r"#define (\w+) (\d+)", line):
-            known[found[1]] = int(found[2])
-        elif found := re.fullmatch(r"} (\w+);", line):
+        if found := re.fullmatch(r"} (\w+);", line):
             known[found[1]] = type(found[1], (Structure,), {"_fields_": members})
             members = []
         elif found := re.fullmatch(r"(.+)\((.+)\);", line):

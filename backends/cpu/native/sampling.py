@@ -48,9 +48,6 @@ def results(p: Tensor, tokens: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor,
     return node, left, p.new_empty(each, dtype=torch.bool), spent
 
 
-OUTPUTS = ("node", "left", "relaxed", "spent")
-
-
 @operator(
     "native_walk(Tensor p, Tensor q, Tensor tokens, Tensor child, Tensor row, Tensor uniform, Tensor? neighbours,"
     " Tensor k, Tensor delta, Tensor factor, Tensor weight, Tensor? tv=None, Tensor? budget=None)"
@@ -66,7 +63,7 @@ def native_walk(*arguments: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tens
     made = results(p, tokens, uniform)
     lenders = 0 if neighbours is None else neighbours.shape[1]
     sizes = (*p.shape[:2], *child.shape[1:2], *uniform.shape[1:], p.shape[2], lenders)
-    outputs = dict(zip(OUTPUTS, map(pointer, made), strict=True))
+    outputs = dict(zip(("node", "left", "relaxed", "spent"), map(pointer, made), strict=True))
     walk = CWalk(*sizes, torch.get_num_threads(), *map(pointer, inputs), **outputs)
     call("lantern_walk", byref(walk))
     return made
