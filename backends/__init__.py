@@ -66,9 +66,7 @@ class DeviceOptions:
     )
     quantize: str | None = option(None, "quantize the weights of the target model", metavar="int8")
     layout: str = option("auto", f"of the matrices: {LAYOUTS}")
-    threads: int = option(
-        0, "CPU threads; 0: the fastest number, or all with --layout plain", metavar="N"
-    )
+    threads: int = option(0, "CPU threads; 0 selects the fastest number", metavar="N")
 
     def __post_init__(self) -> None:
         allowed = {"kernels": ("auto", "plain"), "keep_text": KEEP_TEXT}

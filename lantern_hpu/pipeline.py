@@ -135,7 +135,7 @@ class LanternPipeline:
             quantize: `int8` for the target's weights, where the device offers it.
             pictures: False if tokens are enough, so that a model without its tokenizer of pictures loads too.
             layout: of the matrices: `auto`, the fastest, or one the device offers; for training `plain`.
-            threads: of the processor; 0 for the fastest number, or for all with the layout `plain`.
+            threads: of the processor; 0 for the fastest number.
             size: height and width of pictures to come, refused before weights are read where they cannot be drawn.
             check: called before weights are read with what is known by then, to refuse the model.
 

@@ -342,23 +342,23 @@ def test_threads_that_are_asked_for_are_taken(
         get_backend("cpu").fit(CONFIG, DeviceOptions(threads=-1))
 
 
-def test_torchs_form_keeps_its_threads(threads: Callable[[int], None]) -> None:
-    """A clock would choose by what else runs, and its sums may round otherwise with another number."""
+@pytest.mark.parametrize(("one", "best"), [(0.1, 1), (0.3, 2)])
+def test_torchs_form_takes_fewer_threads_only_where_they_are_far_faster(
+    threads: Callable[[int], None], one: float, best: int
+) -> None:
+    """Its sums may round otherwise with another number, and a seed is to be one image on idle cores."""
     threads(2)
-    machine, fit = (
-        Machine(t1=0.01, t2=0.6),
-        get_backend("cpu").fit(CONFIG, DeviceOptions(layout="plain")),
-    )
+    machine = Machine(t1=one, t2=0.6)
+    fit = get_backend("cpu").fit(CONFIG, DeviceOptions(layout="plain"))
     fit.lay_out([])
     pace = fit.pace()
+    assert isinstance(pace, ThreadPace)
+    pace.clock = machine.clock
     pace.fit(machine.step)
-    assert machine.ran == []
-    for _ in range(20):
-        pace(machine.step)
-    assert machine.ran == [2] * 20
-    assert fit.decided["threads"].startswith("2: all of the process")
+    assert pace.count == best and "600.0 ms with 2" in fit.decided["threads"]
     fit.layout = "native"
-    assert isinstance(fit.pace(), ThreadPace)
+    native = fit.pace()
+    assert isinstance(native, ThreadPace) and native.faster == 1
 
 
 @pytest.mark.parametrize("tree", ["chain", "naive_extend_57"])

@@ -25,13 +25,15 @@ from lantern_hpu.ops.sampling import sample_distinct_in_order, sample_in_order
 
 # ----------------------------------------------------------------------------------------- threads
 
-# How many threads a step of the native decoder takes: the fastest number by the clock, looked at again when steps slow
-# down. In torch's form another number can change the last bit of a float, and the same seed is to be the same image: it
-# keeps the threads it was given.
+# How many threads a step takes on a processor: the fastest number by the clock, looked at again when steps slow down.
 #
 # The threads of a step wait for one another some hundred times. Where other programs want the same cores, a thread that
 # must wait for its turn holds up all: one thread is then many times faster than two, which a clock alone can tell.
+#
+# In torch's form another number of threads can change the last bit of a float, and the same seed is to be the same
+# image: there fewer threads have to be several times faster to be taken, which on idle cores they are not.
 
+OTHER_BITS = 3.0  # times faster than all threads, to be taken although sums may round otherwise
 LESS = 0.85  # of the time with more threads, to take fewer: short trials are off by a tenth
 WORSE = 1.1  # times the best: past it, still fewer threads are not tried
 TIMES = 5  # steps of a trial in the warm-up
@@ -57,16 +59,17 @@ class ThreadPace(Pace):
 
     Attributes:
         most: threads that the process may use; they are what is tried first. count: those of a step.
-        notify: is given what was chosen and why, each time.
+        notify: is given what was chosen and why, each time. faster: times that fewer have to be, to be taken.
     """
 
     def __init__(
         self,
         notify: Callable[[int, str], None] = lambda count, why: None,
         clock: Callable[[], float] = time.perf_counter,
+        faster: float = 1.0,
     ) -> None:
         self.most = self.count = torch.get_num_threads()
-        self.notify, self.clock = notify, clock
+        self.notify, self.clock, self.faster = notify, clock, faster
         self.usual = inf  # seconds of a step with what was chosen
         self.again = inf  # when more threads are tried once more
         self.last = deque[float](maxlen=LAST)  # seconds of steps
@@ -119,6 +122,8 @@ class ThreadPace(Pace):
         if self.count > 1 and took <= WORSE * self.tried[self.best]:
             self.count //= 2
             return
+        if self.tried[self.best] * self.faster > self.tried[self.most]:
+            self.best = self.most
         self.count, self.searching = self.best, False
         self.usual = self.tried[self.count]
         self.again = self.clock() + PATIENCE * sum(self.tried.values())
@@ -141,7 +146,6 @@ COMPILED = "inductor takes no call of C"
 # Bytes of a model in float32 that caches do not hold: reading them is what its steps wait for
 LARGE = 256 * 2**20
 GONE = ("packed", "half")  # layouts of version 0.3
-ALL_THREADS = "all of the process, as torch's form can round otherwise with another number"
 
 
 @dataclass
@@ -168,12 +172,12 @@ class CPUFit(Fit):
             self.halved = native.pack_model(modules) == native.FLOAT16
             self.keys_by_head = True
         self.decided["layout"] = f"{self.layout}: {reason}"
-        if self.threads or self.layout == "plain":
-            self.note_threads(torch.get_num_threads(), "asked for" if self.threads else ALL_THREADS)
+        if self.threads:
+            self.note_threads(self.threads, "asked for")
 
     def pace(self) -> Pace:
-        by_clock = self.layout == "native" and not self.threads
-        return ThreadPace(self.note_threads) if by_clock else Pace()
+        faster = 1.0 if self.layout == "native" else OTHER_BITS
+        return Pace() if self.threads else ThreadPace(self.note_threads, faster=faster)
 
     def note_threads(self, count: int, why: str) -> None:
         self.decided["threads"] = f"{count}: {why}"
