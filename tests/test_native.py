@@ -447,11 +447,11 @@ def test_rows_that_attend_to_nothing_are_left_out(form: str, isa: str) -> None:
 def test_idle_slots_of_a_server_take_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two images in eight slots cost the decoder what two cost, and are drawn as alone."""
     rows: list[int] = []
-    call = NativeDecoder.call
+    decode = NativeDecoder.decode
 
     def counted(self: NativeDecoder, each: list[Any], *others: Any) -> Tensor:
         rows.append(len(each[0]))
-        return call(self, each, *others)
+        return decode(self, each, *others)
 
     models = tiny_models()
     native.pack_model(models)
@@ -461,7 +461,7 @@ def test_idle_slots_of_a_server_take_no_part(monkeypatch: pytest.MonkeyPatch) ->
     eight = replace(spec, images=8, open=True)
     engine = Engine(*models, eight, Fit(CPUBackend(), torch.float32))
     engine.warm_up()
-    monkeypatch.setattr(NativeDecoder, "call", counted)
+    monkeypatch.setattr(NativeDecoder, "decode", counted)
     tokens = draw(engine, requests).tokens
     assert max(rows) <= 2 * (2 if spec.guidance else 1)
     assert tokens[:2].tolist() == closed.tolist()

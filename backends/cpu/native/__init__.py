@@ -234,16 +234,9 @@ class NativeDecoder(nn.Module):
 
     def pack(self, block: Any) -> Any:
         layer = CLayer()
-        norms = {
-            "norm": block.attention_norm,
-            "post_norm": block.attention_post_norm,
-            "ffn_norm": block.ffn_norm,
-            "ffn_post_norm": block.ffn_post_norm,
-            "q_norm": block.attention.q_norm,
-            "k_norm": block.attention.k_norm,
-        }
-        for name, norm in norms.items():
-            for kind, weight in norm.named_parameters():  # none where a family has no such norm
+        for path, weight in block.named_parameters():
+            *_, name, kind = path.split(".")
+            if name.endswith("norm"):
                 setattr(layer, name if kind == "weight" else f"{name}_bias", self.keep(weight))
         for name, linear in zip(MATRICES, linears_of(block), strict=False):
             self.parts.append(NativeLinear(linear, self.format, gated=name.endswith("gate_up")))
@@ -282,14 +275,14 @@ class NativeDecoder(nn.Module):
         x, _, mask, *_ = each
         seen = (mask > HIDDEN).flatten(1).any(1)
         if bool(seen.all()):
-            return self.call(each, cache, aux_layers)
+            return self.decode(each, cache, aux_layers)
         result, kept = self.features_of(x, aux_layers).zero_(), seen.nonzero()[:, 0]
         if len(kept):
             some = [None if one is None else one[kept] for one in each]
-            result[kept] = self.call(some, cache, aux_layers)
+            result[kept] = self.decode(some, cache, aux_layers)
         return result
 
-    def call(self, each: list[Any], cache: list[Tensor], aux_layers: list[int]) -> Tensor:
+    def decode(self, each: list[Any], cache: list[Tensor], aux_layers: list[int]) -> Tensor:
         """The call of C, for all rows or some."""
         each = [None if one is None else one.contiguous() for one in each]
         each[0] = each[0].clone()  # the layers add to it

@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-#define LANTERN_ABI 5
+#define LANTERN_ABI 6
 
 /* Number formats: of the matrices, and of activations, caches and features. */
 #define BFLOAT16 0
@@ -19,12 +19,12 @@ typedef struct {
     int64_t in, out;
 } Matrix;
 
-/* One layer; what a family lacks is null. Norms and biases are float32. */
+/* One layer, by the names of `Block` in `models/transformer.py`; what a family lacks is null. Norms and biases are float32. */
 typedef struct {
-    const float *norm, *post_norm, *ffn_norm, *ffn_post_norm;    /* [dim] */
-    const float *q_norm, *q_norm_bias, *k_norm, *k_norm_bias;    /* [heads, head_dim], [kv, head_dim] */
+    const float *attention_norm, *attention_post_norm, *ffn_norm, *ffn_post_norm;  /* [dim] */
+    const float *q_norm, *q_norm_bias, *k_norm, *k_norm_bias;  /* [heads, head_dim], [kv, head_dim] */
     Matrix qkv, out, gate_up, down, word_gate_up, word_down;
-    void *keys, *values;                                         /* the cache, see Call */
+    void *keys, *values;  /* the cache, see Call */
 } Layer;
 
 /* A decoder and one pass through it: R rows of T tokens. */

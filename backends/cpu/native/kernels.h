@@ -124,8 +124,8 @@ static void NAME(put)(const Sink *sink, const Matrix *matrix, int64_t row, int64
         for (int j = 0; j < WIDE; j++) NAME(keep)(sink, matrix, row, panel * PANEL + LANES * j, sum[j]);
 }
 
-/* Add `count` rows by `steps` steps of a panel to `wide` vectors of their sums. Of what follows, `bytes` are fetched at
- * each step. */
+/* Add `count` rows by `steps` steps of a panel to `wide` vectors of their sums. Meanwhile what follows is fetched, by
+ * `bytes` further at each step. */
 ALWAYS void NAME(tile)(
     const int count, const int wide, const INPUT *x, int64_t in, const STORED *w, int64_t steps, V *kept, const char *next, int64_t bytes) {
     V sum[TILE][WIDE];
@@ -423,7 +423,7 @@ static void NAME(run)(NAME(Pass) *pass, const Layer *layer) {
     Sink to_qkv = {KEPT, FLOAT32, pass->qkv}, to_gated = {GATED, INPUTS, pass->gated};
     Sink to_x = {ADDED, ACTS, x}, to_part = {KEPT, FLOAT32, pass->part};
 #pragma omp for schedule(static, 1)
-    for (int64_t m = 0; m < count; m++) NAME(norm)(c, x + m * dim, layer->norm, pass->normed + m * dim, INPUTS);
+    for (int64_t m = 0; m < count; m++) NAME(norm)(c, x + m * dim, layer->attention_norm, pass->normed + m * dim, INPUTS);
     NAME(multiply)(pass->normed, count, &layer->qkv, &to_qkv);
 #pragma omp barrier
 #pragma omp for schedule(static, 1)
@@ -431,11 +431,11 @@ static void NAME(run)(NAME(Pass) *pass, const Layer *layer) {
         NAME(write)(pass, layer, unit);
         NAME(attend)(pass, layer, unit, unit + threads < units ? unit + threads : unit);
     }
-    NAME(multiply)(pass->mixed, count, &layer->out, layer->post_norm ? &to_part : &to_x);
+    NAME(multiply)(pass->mixed, count, &layer->out, layer->attention_post_norm ? &to_part : &to_x);
 #pragma omp barrier
 #pragma omp for schedule(static, 1)
     for (int64_t m = 0; m < count; m++) {
-        if (layer->post_norm) NAME(add_normed)(c, pass->part + m * dim, layer->post_norm, x + m * dim);
+        if (layer->attention_post_norm) NAME(add_normed)(c, pass->part + m * dim, layer->attention_post_norm, x + m * dim);
         NAME(norm)(c, x + m * dim, layer->ffn_norm, pass->normed + m * dim, INPUTS);
     }
     NAME(feed)(c, pass->normed, &layer->gate_up, &layer->word_gate_up, &to_gated);
