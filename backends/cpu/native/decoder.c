@@ -13,14 +13,15 @@
 #include <sys/mman.h>
 
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
 #include <omp.h>
 
 typedef uint16_t half;
 typedef uint32_t word __attribute__((may_alias));
 
-/* Rows of a tile of a product, rows that share weights, bytes of weights that they take at a time, which the nearest cache holds twice;
- * positions and queries of a block of attention, and how far ahead its cache is fetched. */
+/* Rows of a tile of a product, rows that share weights, and bytes of weights that they take at a time, which the nearest
+ * cache holds twice; positions of a block of attention, and how many positions ahead its cache is fetched. */
 enum { TILE = 6, SHARING = 48, NEAR = 16384, BLOCK = 16, AHEAD = 32 };
 
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -139,8 +140,10 @@ static int chosen = -1;
 
 static int supported(int set) {
 #define HAS __builtin_cpu_supports
+    unsigned a, b, c, d;
     __builtin_cpu_init();
-    int avx2 = HAS("avx2") && HAS("fma") && HAS("f16c");
+    int f16c = __get_cpuid(1, &a, &b, &c, &d) && c & bit_F16C;  /* for which GCC 10 has no name */
+    int avx2 = HAS("avx2") && HAS("fma") && f16c;
     int avx512 = avx2 && HAS("avx512f") && HAS("avx512bw") && HAS("avx512dq") && HAS("avx512vl");
     return set == 0 ? avx512 && HAS("avx512bf16") : set == 1 ? avx512 : avx2;
 }
