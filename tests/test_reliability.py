@@ -53,6 +53,9 @@ def test_the_page_says_what_the_long_soak_found() -> None:
     assert f"{found['images_compared']}, of {found['different_images']} different ones" in page
     assert found["images_that_differ"] == 0 and found["different_images"] >= 64
     assert f"clients, {sum(found['hostile'].values())} |" in page
+    answered, left = sum(answers.values()), found["clients_that_left"]
+    assert f"requests, {found['requests']} | {answered} were answered; of {left} " in page
+    assert found["requests"] == answered + left
     assert abs(held[2]["memory"] / held[1]["memory"] - 1) < 0.02
     for name in ("descriptors", "threads"):
         assert f"{', '.join(str(each[name]) for each in held)}" in page
