@@ -29,9 +29,9 @@ from lantern_hpu.ops.kernels import PLAIN, Kernels, Sizes
 
 # Forms of a device's own as operators of torch.
 #
-# An operator is one call that compilers and recordings need not look into. Its results are new tensors; only
-# `rotate_into` writes into its arguments, as its schema says. It has no backward: the plain forms of `ops.kernels`
-# serve where a gradient is wanted. (`torch.library.custom_op` would load torch's compiler when the module is imported.)
+# An operator is one call that compilers and recordings need not look into. Its results are new tensors; those that
+# write into a cache, `rotate_into` and `native_decode`, say so in their schema. It has no backward: the plain forms of
+# `ops.kernels` serve where a gradient is wanted. (`torch.library.custom_op` would load torch's compiler at import.)
 
 LIBRARY = Library("lantern_hpu", "FRAGMENT")
 
