@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -363,6 +364,16 @@ def test_a_library_that_cannot_be_used_is_named(
     monkeypatch.undo()
     open_library.cache_clear()
     assert library is None and "native decoder" in why and "pip install" in why
+
+
+def test_torchs_openmp_is_found_in_a_folder_with_a_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is not, the library does not load, or brings a runtime of its own."""
+    path, opened = "/home/a user/torch/lib/libgomp-98b2.so.1", list[str]()
+    maps = f"7f00-7f10 r-xp 00000000 08:01 123 {'':9}{path}\n7f10-7f20 r--p 00000000 08:01 124 /lib/libm.so.6\n"
+    monkeypatch.setattr(native, "open", lambda name: StringIO(maps), raising=False)
+    monkeypatch.setattr(native.ctypes, "CDLL", lambda name, mode: opened.append(name))
+    native.share_openmp()
+    assert opened == [path]
 
 
 @pytest.mark.parametrize("line", ["long rows;", "float x[4];", "enum { A };", "int f(int a,"])

@@ -114,7 +114,7 @@ def missing() -> str:
 def share_openmp() -> None:
     """Let the library find the OpenMP of torch: two runtimes would keep two teams that spin against each other."""
     with open("/proc/self/maps") as maps:
-        found = sorted(set(re.findall(r"/\S*/[^/\s]*lib(?:g|i|)omp[^/\s]*", maps.read())))
+        found = sorted(set(re.findall(r"/.*/[^/\n]*lib(?:g|i|)omp[^/\n]*", maps.read())))
     ctypes.CDLL(found[0] if found else "libgomp.so.1", mode=ctypes.RTLD_GLOBAL)
 
 
@@ -216,7 +216,7 @@ class NativeDecoder(nn.Module):
 
     def __init__(self, blocks: Sequence[Any], norm: Any | None) -> None:
         super().__init__()
-        self.format = format_of([x.weight for block in blocks for x in linears_of(block)])
+        self.format = format_of([part.weight for block in blocks for part in linears_of(block)])
         self.parts = nn.ModuleList()
         self.norms: list[Tensor] = []  # what `layers` points to
         self.layers = (CLayer * len(blocks))(*map(self.pack, blocks))
@@ -266,7 +266,7 @@ class NativeDecoder(nn.Module):
             starts = starts - starts % mask.shape[-1]
         each = [x, rope.float(), mask.float(), index, moves, starts, words]
         # A `ScratchCache` needs no copy here: its positions are masked until the next step writes them
-        tensors = [x for layer in cache.layers for x in (layer.k, layer.v)]
+        tensors = [part for layer in cache.layers for part in (layer.k, layer.v)]
         result: Tensor = native_decode(each, tensors, list(aux_layers), id(self))
         return result
 

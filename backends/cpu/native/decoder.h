@@ -15,7 +15,7 @@
 /* One matrix, packed by `lantern_pack`. */
 typedef struct {
     const void *weight;
-    const float *bias;  /* [out], up to a multiple of 16, or null */
+    const float *bias;  /* [out], with room up to a multiple of 16, or null */
     int64_t in, out;
 } Matrix;
 
