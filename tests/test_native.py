@@ -371,7 +371,7 @@ def test_torchs_openmp_is_found_in_a_folder_with_a_space(monkeypatch: pytest.Mon
     path, opened = "/home/a user/torch/lib/libgomp-98b2.so.1", list[str]()
     maps = f"7f00-7f10 r-xp 00000000 08:01 123 {'':9}{path}\n7f10-7f20 r--p 00000000 08:01 124 /lib/libm.so.6\n"
     monkeypatch.setattr(native, "open", lambda name: StringIO(maps), raising=False)
-    monkeypatch.setattr(native.ctypes, "CDLL", lambda name, mode: opened.append(name))
+    monkeypatch.setattr("ctypes.CDLL", lambda name, mode: opened.append(name))
     native.share_openmp()
     assert opened == [path]
 
