@@ -291,6 +291,22 @@ def test_the_warm_up_takes_the_fastest_number(threads: Callable[[int], None]) ->
     assert count == 1 and "600.0 ms with 2, 10.0 ms with 1" in why
 
 
+def test_turns_of_other_programs_count(threads: Callable[[int], None]) -> None:
+    """Two threads are faster in most steps, and wait for another program's turn in a few: one is faster in all."""
+    threads(2)
+    machine = Machine(t1=0.0015, t2=0.001)
+    pace = paced(machine)
+    assert pace.count == 2
+
+    def disturbed() -> torch.Tensor:
+        machine.now += 0.1 * (torch.get_num_threads() == 2 and len(machine.ran) % 20 == 19)
+        return machine.step()
+
+    for _ in range(1000):
+        pace(disturbed)
+    assert machine.ran[-500:] == [1] * 500
+
+
 def test_steps_that_become_slow_are_looked_at(threads: Callable[[int], None]) -> None:
     """Cores that become busy are noticed within a few steps, and cores that become free again later."""
     threads(2)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from math import inf
-from statistics import median
 from typing import Any
 
 import torch
@@ -34,12 +32,13 @@ from lantern_hpu.ops.sampling import sample_distinct_in_order, sample_in_order
 # image: there fewer threads have to be several times faster to be taken, which on idle cores they are not.
 
 OTHER_BITS = 3.0  # times faster than all threads, to be taken although sums may round otherwise
-LESS = 0.85  # of the time with more threads, to take fewer: short trials are off by a tenth
+LESS = 0.85  # of the time with more threads, to take fewer: trials are off by a tenth
 WORSE = 1.1  # times the best: past it, still fewer threads are not tried
-TIMES = 5  # steps of a trial in the warm-up
-ENOUGH = 0.25  # seconds of one: it need not be longer
+STEPS = 3  # of a trial, at least
+# Seconds of a trial, at least, in the warm-up and while drawing: the turns of other programs last some milliseconds,
+# and a mean over several of them counts what a median of a few steps does not see
+BRIEF, LONG = 0.02, 0.05
 SLOW = 2.5  # times what a step took when the threads were chosen: they are chosen anew
-LAST = 3  # steps whose median is looked at
 PATIENCE = 100  # more threads are tried again after so many times what trying took
 
 
@@ -71,32 +70,24 @@ class ThreadPace(Pace):
         self.most = self.count = torch.get_num_threads()
         self.notify, self.clock, self.faster = notify, clock, faster
         self.usual = inf  # seconds of a step with what was chosen
-        self.again = inf  # when more threads are tried once more
-        self.last = deque[float](maxlen=LAST)  # seconds of steps
+        self.began, self.again = (
+            0.0,
+            inf,
+        )  # when a search began, and when more threads are tried once more
         self.searching = False  # in the warm-up, or by the steps of an image
         self.best = self.most  # of the search
-        self.tried: dict[int, float] = {}  # seconds of a step, by count
+        self.tried: dict[int, float] = {}  # mean seconds of a step, by count
+        self.taken: list[float] = []  # seconds of the steps of a trial
 
     def fit(self, step: Callable[[], object]) -> None:
         """Trials in the warm-up, whose results are discarded."""
         self.begin()
         while self.searching:
-            taken: list[float] = []
-            while len(taken) < TIMES and sum(taken) < ENOUGH:
-                taken.append(self.timed(step)[0])
-            self.answer(median(taken), "in the warm-up")
+            self.note(self.timed(step)[0], BRIEF, "in the warm-up")
 
     def __call__(self, step: Callable[[], Tensor]) -> Tensor:
-        """A step of an image; what it takes goes on with a search, or begins one if it is time to."""
         took, found = self.timed(step)
-        if self.searching:
-            self.answer(took, "while drawing")
-            return found
-        self.last.append(took)
-        lately = median(self.last) if len(self.last) == LAST else self.usual
-        if lately > SLOW * self.usual or (self.count < self.most and self.clock() > self.again):
-            self.begin()
-        self.usual = min(self.usual, lately)
+        self.note(took, LONG, "while drawing")
         return found
 
     def held(self) -> AbstractContextManager[None]:
@@ -109,9 +100,22 @@ class ThreadPace(Pace):
             found = step()
         return self.clock() - began, found
 
+    def note(self, took: float, enough: float, when: str) -> None:
+        """A step took so long: go on with a search where a trial is complete, or begin one if it is time to."""
+        self.taken.append(took)
+        if len(self.taken) < STEPS or sum(self.taken) < enough:
+            return
+        mean = sum(self.taken) / len(self.taken)
+        self.taken.clear()
+        if self.searching:
+            return self.answer(mean, when)
+        if mean > SLOW * self.usual or (self.count < self.most and self.clock() > self.again):
+            self.begin()
+        self.usual = min(self.usual, mean)
+
     def begin(self) -> None:
         """Begin a search; there is none where there is one thread."""
-        self.searching, self.tried = self.most > 1, {}
+        self.searching, self.tried, self.began = self.most > 1, {}, self.clock()
         self.count = self.best = self.most
 
     def answer(self, took: float, when: str) -> None:
@@ -126,8 +130,7 @@ class ThreadPace(Pace):
             self.best = self.most
         self.count, self.searching = self.best, False
         self.usual = self.tried[self.count]
-        self.again = self.clock() + PATIENCE * sum(self.tried.values())
-        self.last.clear()
+        self.again = self.clock() + PATIENCE * (self.clock() - self.began)
         times = ", ".join(f"{1000 * s:.1f} ms with {n}" for n, s in self.tried.items())
         self.notify(self.count, f"chosen {when}, where a step took {times}")
 
