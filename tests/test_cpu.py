@@ -337,6 +337,24 @@ def test_trying_again_in_vain_costs_little(threads: Callable[[int], None]) -> No
     assert 0.49 * machine.ran.count(2) < 0.02 * machine.now
 
 
+def test_waiting_between_the_steps_of_a_search_is_no_trial(
+    threads: Callable[[int], None],
+) -> None:
+    """A server may idle for hours in the middle of one, and looks for more threads as soon as else."""
+    threads(2)
+    machine = Machine(t1=0.01, t2=0.1)
+    pace = paced(machine)
+    machine.seconds = {1: 0.05, 2: 0.2}
+    for _ in range(9):
+        pace(machine.step)
+        machine.now += 3600
+    assert (pace.count, pace.searching) == (1, False)
+    machine.seconds = {1: 0.015, 2: 0.01}
+    for _ in range(2 * PATIENCE * 63):
+        pace(machine.step)
+    assert machine.ran[-1] == 2
+
+
 def test_one_thread_leaves_nothing_to_try(threads: Callable[[int], None]) -> None:
     threads(1)
     machine = Machine(t1=0.01)

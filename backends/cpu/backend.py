@@ -70,14 +70,12 @@ class ThreadPace(Pace):
         self.most = self.count = torch.get_num_threads()
         self.notify, self.clock, self.faster = notify, clock, faster
         self.usual = inf  # seconds of a step with what was chosen
-        self.began, self.again = (
-            0.0,
-            inf,
-        )  # when a search began, and when more threads are tried once more
+        self.again = inf  # when more threads are tried once more
         self.searching = False  # in the warm-up, or by the steps of an image
         self.best = self.most  # of the search
         self.tried: dict[int, float] = {}  # mean seconds of a step, by count
         self.taken: list[float] = []  # seconds of the steps of a trial
+        self.spent = 0.0  # seconds of all trials of the search
 
     def fit(self, step: Callable[[], object]) -> None:
         """Trials in the warm-up, whose results are discarded."""
@@ -106,6 +104,7 @@ class ThreadPace(Pace):
         if len(self.taken) < STEPS or sum(self.taken) < enough:
             return
         mean = sum(self.taken) / len(self.taken)
+        self.spent += sum(self.taken)
         self.taken.clear()
         if self.searching:
             return self.answer(mean, when)
@@ -115,7 +114,7 @@ class ThreadPace(Pace):
 
     def begin(self) -> None:
         """Begin a search; there is none where there is one thread."""
-        self.searching, self.tried, self.began = self.most > 1, {}, self.clock()
+        self.searching, self.tried, self.spent = self.most > 1, {}, 0.0
         self.count = self.best = self.most
 
     def answer(self, took: float, when: str) -> None:
@@ -130,7 +129,7 @@ class ThreadPace(Pace):
             self.best = self.most
         self.count, self.searching = self.best, False
         self.usual = self.tried[self.count]
-        self.again = self.clock() + PATIENCE * (self.clock() - self.began)
+        self.again = self.clock() + PATIENCE * self.spent
         times = ", ".join(f"{1000 * s:.1f} ms with {n}" for n, s in self.tried.items())
         self.notify(self.count, f"chosen {when}, where a step took {times}")
 
