@@ -23,6 +23,7 @@ typedef uint32_t word __attribute__((may_alias));
 /* Rows of a tile of a product, rows that share weights, and bytes of weights that they take at a time, which the nearest
  * cache holds twice; positions of a block of attention, and how many positions ahead its cache is fetched. */
 enum { TILE = 6, SHARING = 48, NEAR = 16384, BLOCK = 16, AHEAD = 32 };
+_Static_assert(TILE >= 5, "three rows or more are never cut into tiles of one or two, see AT_ONCE");
 
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t up_to(int64_t size, int64_t step) { return (size + step - 1) / step * step; }
