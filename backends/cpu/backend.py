@@ -37,7 +37,7 @@ WORSE = 1.1  # times the best: past it, still fewer threads are not tried
 STEPS = 3  # of a trial, at least
 # Seconds of a trial, at least, in the warm-up and while drawing: the turns of other programs last some milliseconds,
 # and a mean over several of them counts what a median of a few steps does not see
-BRIEF, LONG = 0.02, 0.05
+BRIEF, LONG = 0.01, 0.05
 SLOW = 2.5  # times what a step took when the threads were chosen: they are chosen anew
 PATIENCE = 100  # more threads are tried again after so many times what trying took
 
