@@ -58,7 +58,7 @@ LINES = {  # of Python, a package
     # 81 are one kind of progress for every command, labels that keep off lines, and an API page read on a phone;
     # 237 have a server make text and pixels beside the steps, and measure each; 13 warn of one that anyone can use
     "lantern_hpu": 23399,
-    "backends": 3806,  # 105 judge a card's kernels as a run calls them and give its graphs pools; 19 draw and walk in C
+    "backends": 3807,  # 105 judge a card's kernels as a run calls them and give its graphs pools; 19 draw and walk in C
     "graphs": 511,  # 24 name why a capture failed
     "gaudi_emulator": 6335,  # 251 differentiate and place what compiled functions make, and find what lint had missed
     "lantern_lab": 4582,
@@ -66,7 +66,7 @@ LINES = {  # of Python, a package
     # compares, 45 measure clients that wait, 296 time other programs, 76 test a distribution
     "scripts": 6098,
 }
-PRODUCT, WHOLE = 27716, 44783  # lantern_hpu, backends and graphs; the repository without its tests
+PRODUCT, WHOLE = 27717, 44784  # lantern_hpu, backends and graphs; the repository without its tests
 DATACLASSES = 109  # of the product
 OPTIONS = 42  # of `generate`; the last is --save-states
 FILES = 46  # whose functions run for `generate --prompt "a red apple"`

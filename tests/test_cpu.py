@@ -291,6 +291,14 @@ def test_the_warm_up_takes_the_fastest_number(threads: Callable[[int], None]) ->
     assert count == 1 and "600.0 ms with 2, 10.0 ms with 1" in why
 
 
+def test_slow_steps_are_tried_once(threads: Callable[[int], None]) -> None:
+    """Of a large model on a busy processor a step can take seconds."""
+    threads(2)
+    machine = Machine(t1=0.5, t2=7.0)
+    ThreadPace(clock=machine.clock).fit(machine.step)
+    assert machine.ran == [2, 1]
+
+
 def test_turns_of_other_programs_count(threads: Callable[[int], None]) -> None:
     """Two threads are faster in most steps, and wait for another program's turn in a few: one is faster in all."""
     threads(2)

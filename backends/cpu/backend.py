@@ -34,7 +34,7 @@ from lantern_hpu.ops.sampling import sample_distinct_in_order, sample_in_order
 OTHER_BITS = 3.0  # times faster than all threads, to be taken although sums may round otherwise
 LESS = 0.85  # of the time with more threads, to take fewer: trials are off by a tenth
 WORSE = 1.1  # times the best: past it, still fewer threads are not tried
-STEPS = 3  # of a trial, at least
+STEPS, AMPLE = 3, 0.25  # steps of a trial, at least, and seconds after which fewer do
 # Seconds of a trial, at least, in the warm-up and while drawing: the turns of other programs last some milliseconds,
 # and a mean over several of them counts what a median of a few steps does not see
 BRIEF, LONG = 0.01, 0.05
@@ -101,10 +101,11 @@ class ThreadPace(Pace):
     def note(self, took: float, enough: float, when: str) -> None:
         """A step took so long: go on with a search where a trial is complete, or begin one if it is time to."""
         self.taken.append(took)
-        if len(self.taken) < STEPS or sum(self.taken) < enough:
+        total = sum(self.taken)
+        if total < AMPLE and (len(self.taken) < STEPS or total < enough):
             return
-        mean = sum(self.taken) / len(self.taken)
-        self.spent += sum(self.taken)
+        mean = total / len(self.taken)
+        self.spent += total
         self.taken.clear()
         if self.searching:
             return self.answer(mean, when)
