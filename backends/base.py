@@ -232,7 +232,7 @@ class Backend(ABC):
         self.check_offers("layout", options.layout, ["auto", *self.layouts])
         self.check_offers("quantize", options.quantize or "none", ["none", *self.quantized])
         cores = os.cpu_count() or 1
-        allowed = f"1 to {cores}, or 0 to have it chosen"
+        allowed = f"1 to {cores}, or 0 for the fastest"
         require(0 <= options.threads <= cores, "--threads", options.threads, allowed)
         if options.threads:
             torch.set_num_threads(options.threads)

@@ -153,7 +153,7 @@ GONE = ("packed", "half")  # layouts of version 0.3
 
 @dataclass
 class CPUFit(Fit):
-    """The native decoder where it can be had, and the number of threads: asked for, or that decoder's fastest."""
+    """The native decoder where it can be had; as many threads as are asked for, or as are fastest by the clock."""
 
     threads: int = 0
     halved: bool = False  # whether a float32 model keeps its matrices in float16
