@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from lantern_hpu.errors import DeviceError, OptionError, choices, option
 
@@ -32,6 +32,7 @@ CARDS = {"hpu": "HPU", "cuda": "GPU"}
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}  # of a number
 QUANTIZED = ("int8",)  # smaller formats for the target's weights
 HOST = "cpu"  # the processor itself
+LARGE_PARAMETERS = 10**8  # of a target whose steps take a processor long
 # Kernels that a device has forms of its own of; `candidates.py` gives them
 OWN_KERNELS = {
     "hpu": ("attention", "rms_norm", "rotate"),
@@ -123,6 +124,17 @@ def card_of(name: str, offered: Mapping[str, float]) -> str:
         why, hint = f"it offers {', '.join(sorted(offered))}", "ray start --resources"
         raise DeviceError(f"the cluster has no {card}", why, hint)
     return card
+
+
+class DraftingDefaults(NamedTuple):
+    """How a device drafts where nothing was tuned, measured with the model, or asked for."""
+
+    method: str = "eagle"  # that `auto` takes; without its drafter a window
+    window: int = 16  # drafts of a window
+    idle_arithmetic: bool = True  # whether dozens of drafts are verified at little cost
+
+
+ACCELERATOR = DraftingDefaults()
 
 
 def get_backend(name: str = "auto", graphs: str = "auto") -> Backend:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.library import Library
 
-from lantern_hpu.backends import HOST, DeviceOptions, host
+from lantern_hpu.backends import ACCELERATOR, DeviceOptions, DraftingDefaults, host
 from lantern_hpu.errors import DeviceError, OutputError, choices, require
 from lantern_hpu.files import own_cache
 from lantern_hpu.ops.kernels import PLAIN, Kernels, Sizes
@@ -212,15 +212,9 @@ class Backend(ABC):
         Where the device can, the peak begins anew after this if `reset_peak`.
         """
 
-    @property
-    def measured_as(self) -> str:
-        """The device whose measured defaults hold here."""
-        return self.name
-
-    @property
-    def idle_arithmetic(self) -> bool:
-        """Whether one token a step leaves the arithmetic idle, so that dozens of drafts are verified at little cost."""
-        return self.measured_as != HOST
+    def drafting_defaults(self, parameters: int) -> DraftingDefaults:
+        """How a target of so many parameters drafts here where nothing else was measured or asked for."""
+        return ACCELERATOR
 
     def fit(self, config: Sizes, options: DeviceOptions) -> Fit:
         """How a model of these sizes runs here, as the options ask.

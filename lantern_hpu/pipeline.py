@@ -23,7 +23,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 import lantern_hpu
-from lantern_hpu.backends import DeviceOptions
+from lantern_hpu.backends import DeviceOptions, DraftingDefaults
 from lantern_hpu.backends.base import Fit, dtype_name
 from lantern_hpu.decode.batch import Batch
 from lantern_hpu.decode.engine import Engine, EngineCache
@@ -354,7 +354,7 @@ class LanternPipeline:
             OptionError: it cannot be read, or no tree was tuned for `auto`.
         """
         asked = Setting.of(setting) if isinstance(setting, str) else setting
-        device, known = self.backend.measured_as, self.model.fastest
+        device, known = self.backend.name, self.model.fastest
         config = self.model.target.config
         return resolve(
             asked,
@@ -364,10 +364,14 @@ class LanternPipeline:
                 has_drafter=self.model.drafter is not None,
                 fastest=known.get(f"{device}:{size}") or known.get(device),
                 situation=self.situation(asked.drafting, size),
-                idle_arithmetic=self.backend.idle_arithmetic,
+                defaults=self.drafting_defaults,
                 images=size,
             ),
         )
+
+    @property
+    def drafting_defaults(self) -> DraftingDefaults:
+        return self.backend.drafting_defaults(self.model.config.target.parameters)
 
     def situation(self, method: str, size: int) -> dict[str, Any]:
         """What decides which tree is best here: a tuned tree is found again by it."""
@@ -376,7 +380,7 @@ class LanternPipeline:
         return {
             "target": self.model.fingerprint,
             "drafter": drafter[0] if drafter else None,
-            "device": self.backend.measured_as,
+            "device": self.backend.name,
             "hardware": about.get("card") or about.get("processor"),
             "dtype": dtype_name(self.model.target.dtype),
             "quantize": self.options.quantize,
@@ -525,7 +529,7 @@ class LanternPipeline:
         stats = RunStats(load_s=self.load_seconds)
         self.prepare(engine, requests, stats)
         before, counted = engine.report(), self.backend.queue.counters()
-        environment = self.environment()
+        environment = self.environment(setting)
         drawn: dict[int, Drawn] = {}
         for index, record in self.stream(engine, requests, stats, callback):
             with stats.adding("decode_s"):
@@ -544,7 +548,7 @@ class LanternPipeline:
                 "kernels": self.model.target.kernels.names(),
             },
             config=config,
-            environment=self.environment(),
+            environment=self.environment(setting),
             notes=[note for _, note in self.notes(requests)],
             tokenizer=self.model.vq_fingerprint,
             preview_tokens=engine.target.config.preview_tokens,
@@ -641,11 +645,15 @@ class LanternPipeline:
             "graphs": self.fit.graphs,
         }
 
-    def environment(self) -> dict[str, Any]:
+    def environment(self, setting: Resolved | None = None) -> dict[str, Any]:
+        """What images depend on beside their settings, and what was decided: the method too, if `auto` chose it."""
+        decided = dict(self.fit.decided)
+        if setting is not None and setting.why:
+            decided["method"] = f"{setting}: {setting.why}"
         return {
             "lantern_hpu": lantern_hpu.__version__,
             "python": platform.python_version(),
             **self.backend.describe(),
-            "decided": dict(self.fit.decided),
+            "decided": decided,
             "peak_memory_bytes": self.backend.memory().peak,
         }

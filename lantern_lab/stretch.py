@@ -239,6 +239,7 @@ def stretch_model(
         fingerprint=f"{small.fingerprint} stretched to {name}",
         target=target,
         drafter=drafter,
+        fastest={},  # was measured at the small sizes
         condition=widen_condition(small.condition, config),
         notes=[*small.notes, NOTE.format(small=small.name, large=name)],
         _near={},

@@ -29,9 +29,11 @@ tuning.LEAST_STEP, tuning.MOST_SPREAD = 0.0, math.inf  # the machine of a test m
 
 @pytest.fixture(autouse=True)
 def same_environment() -> Iterator[None]:
-    """What a test sets in the environment, as a command does with a device's flags, the next one does not find."""
+    """What a test sets in the environment, as a command does with a device's flags, or tunes, the next one does not
+    find."""
     before = dict(os.environ)
     yield
+    shutil.rmtree(Path(before["LANTERN_HPU_CACHE"]) / "trees", ignore_errors=True)
     for name in {*os.environ} - {*before, "PYTEST_CURRENT_TEST"}:
         del os.environ[name]
     os.environ.update({k: v for k, v in before.items() if k != "PYTEST_CURRENT_TEST"})

@@ -505,7 +505,7 @@ def test_a_row_says_what_its_relaxation_cost(pipeline: LanternPipeline) -> None:
 
 def test_tuned_tree_is_measured_in_every_mode(pipeline: LanternPipeline, tmp_path: Path) -> None:
     tree = DraftTree.from_paths("tuned_2", [[0], [0, 0]])
-    tuned_trees.save_tree(pipeline.situation("eagle", 2), tuned_trees.TunedTree(tree, True))
+    tuned_trees.save_tree(pipeline.situation("eagle", 2), tuned_trees.TunedTree(tree, 0.9))
     settings = settings_for(["ar", "eagle"], ["auto", "chain"])
     assert [*map(str, settings)] == ["ar", "eagle@auto", "eagle@chain"]
     wanted = BenchRequest(settings=settings, modes=[], batches=[2])
@@ -519,7 +519,7 @@ def test_tuned_tree_is_measured_in_every_mode(pipeline: LanternPipeline, tmp_pat
     with pytest.raises(OptionError, match="two different ones of the name 'chain'"):
         cases_of(pipeline, twice, ["eager"])
     tuned_trees.save_tree(
-        pipeline.situation("eagle", 2), tuned_trees.TunedTree(load_static("chain"), False)
+        pipeline.situation("eagle", 2), tuned_trees.TunedTree(load_static("chain"), 1.5)
     )
     assert [case.setting.tree.name for case in cases_of(pipeline, wanted, ["eager"])][1:] == [
         "chain"

@@ -14,6 +14,8 @@ from typing import Any, get_args
 
 import pytest
 
+from lantern_hpu.backends import ACCELERATOR, DraftingDefaults, get_backend
+from lantern_hpu.backends.cpu import native
 from lantern_hpu.commands import generate
 from lantern_hpu.commands.options import add_fields, from_args, given_fields
 from lantern_hpu.errors import OptionError, check_ranges, option
@@ -233,6 +235,10 @@ def test_seed_out_of_range_is_refused(seed: int) -> None:
 # ------------------------------------------------------------------------------------ settings
 
 HERE = ResolveContext(codes=2000, tokens=256, has_drafter=True)
+# Of a card where windows are faster, and of a processor for a small model and a large one
+WINDOWED = DraftingDefaults("scd")
+SMALL = DraftingDefaults("ar", 2, idle_arithmetic=False)
+LARGE = DraftingDefaults("scd", 5, idle_arithmetic=False)
 
 
 def resolved(text: str, context: ResolveContext = HERE) -> tuple[str, str, Relaxation]:
@@ -367,16 +373,16 @@ def test_auto_is_what_was_measured_unless_something_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize("fastest", [None, ("lantern++", None), ("lantern", None), ("ar", None)])
-@pytest.mark.parametrize("idle", [True, False])
+@pytest.mark.parametrize("defaults", [ACCELERATOR, WINDOWED, SMALL, LARGE])
 @pytest.mark.parametrize("has_drafter", [True, False])
 @pytest.mark.parametrize("images", [1, 8])
 def test_auto_is_lossless_everywhere(
-    fastest: tuple[str, None] | None, idle: bool, has_drafter: bool, images: int
+    fastest: tuple[str, None] | None, defaults: DraftingDefaults, has_drafter: bool, images: int
 ) -> None:
     here = replace(
         HERE,
         fastest=fastest,
-        idle_arithmetic=idle,
+        defaults=defaults,
         has_drafter=has_drafter,
         images=images,
     )
@@ -384,21 +390,61 @@ def test_auto_is_lossless_everywhere(
 
 
 def test_processors_have_small_trees() -> None:
-    here = replace(HERE, idle_arithmetic=False)
+    here = replace(HERE, defaults=SMALL)
     assert resolved("eagle", here)[1] == resolved("lantern++", here)[1] == "chain_2"
     assert resolved("eagle2", here)[1] == resolved("lantern", here)[1] == "dynamic:1x0x1"
     assert resolved("scd", here)[1] == "scd:2" and resolved("ar", here)[1] == "root"
     assert resolved("sjd-pac", here)[1] == "sjd-pac:2:2x1"
-    assert resolved("auto", here)[1] == "scd:2"
-    assert resolved("auto", replace(here, images=4))[0] == "ar"
+    large = replace(HERE, defaults=LARGE)
+    assert resolved("eagle", large)[1] == "chain_2"
+    assert resolved("scd", large)[1] == "scd:5"
+    assert resolved("sjd-pac", large)[1] == "sjd-pac:4:2x1"  # as many drafts
 
 
 def test_default_windows_on_processors_are_as_long_as_the_one_measured_with_the_model() -> None:
-    here = replace(HERE, idle_arithmetic=False, fastest=("scd", "scd:4"))
+    here = replace(HERE, defaults=SMALL, fastest=("scd", "scd:4"))
     assert resolved("jacobi", here)[1] == "jacobi:4"
-    assert resolved("sjd-pac:lambda-5", here)[1] == "sjd-pac:4:2x1"
+    assert resolved("sjd-pac:lambda-5", here)[1] == "sjd-pac:3:2x1"
     assert resolved("eagle", here)[1] == "chain_2"
-    assert resolved("scd", replace(here, idle_arithmetic=True))[1] == "scd:16"
+    assert resolved("scd", replace(here, defaults=ACCELERATOR))[1] == "scd:16"
+
+
+SIZE = "fastest here for a model of this size"
+DEVICE = "default on this device"
+MEASURED = "measured fastest with this model"
+
+
+@pytest.mark.parametrize(
+    ("change", "setting", "why"),
+    [
+        ({}, "eagle@naive_extend_57", DEVICE),
+        ({"has_drafter": False}, "scd@16", DEVICE),
+        ({"defaults": WINDOWED}, "scd@16", DEVICE),
+        ({"defaults": WINDOWED, "images": 8}, "scd@16", DEVICE),
+        ({"defaults": SMALL}, "ar", SIZE),
+        ({"defaults": SMALL, "images": 8}, "ar", SIZE),
+        ({"defaults": LARGE}, "scd@5", SIZE),
+        ({"defaults": LARGE, "has_drafter": False}, "scd@5", SIZE),
+        ({"defaults": LARGE, "images": 8}, "ar", "fastest here for several images at once"),
+        ({"defaults": LARGE, "fastest": ("ar", None)}, "ar", MEASURED),
+        ({"fastest": ("scd", "scd:8")}, "scd@8", MEASURED),
+    ],
+)
+def test_auto_says_what_it_took_and_why(change: dict[str, Any], setting: str, why: str) -> None:
+    taken = resolve(Setting.parse("auto"), replace(HERE, **change))
+    assert (str(taken), taken.why) == (setting, why)
+    assert resolve(Setting.parse(setting), replace(HERE, **change)).why == ""
+
+
+def test_a_processor_takes_ar_for_small_models_and_a_window_for_large_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A longer one only where the native decoder multiplies bfloat16: with AVX2 it was slower than `ar`."""
+    for isa, window in (("avx512_bf16", 5), ("avx2", 2), ("", 2)):
+        monkeypatch.setattr(native, "isa", lambda isa=isa: isa)
+        processor = get_backend("cpu")
+        assert processor.drafting_defaults(10**8 - 1).method == "ar"
+        assert processor.drafting_defaults(10**8) == DraftingDefaults("scd", window, False)
 
 
 def test_a_resolved_setting_is_not_resolved_again() -> None:

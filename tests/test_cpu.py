@@ -216,11 +216,12 @@ def test_the_report_says_what_was_taken_and_why(
     assert "threads" not in capsys.readouterr().err  # unless it is asked for
     assert main([*asked, *output, "--verbose", "--force"]) == 0
     decided = json.loads(report.read_text())["environment"]["decided"]
-    assert set(decided) == {"dtype", "layout", "threads"}
+    assert set(decided) == {"dtype", "layout", "method", "threads"}
     assert decided["threads"] == "1: asked for"
-    shown = capsys.readouterr().err
+    shown = capsys.readouterr()
+    assert f", {decided.pop('method')}, " in shown.out  # of the summary
     for name, said in decided.items():
-        assert f"{name} {said}" in shown
+        assert f"{name} {said}" in shown.err
 
 
 # ------------------------------------------------------------------------------------ threads

@@ -445,9 +445,9 @@ def test_picture_of_another_program_cannot_be_replayed(
 
 
 def test_only_the_first_call_of_a_kind_builds_an_engine(pipeline: LanternPipeline) -> None:
-    pipeline("cat")
+    pipeline("cat", method="scd")
     count = len(pipeline.engines.engines)
-    pipeline("apple", seed=9, guidance_scale=3.0, temperature=0.8)
+    pipeline("apple", method="scd", seed=9, guidance_scale=3.0, temperature=0.8)
     assert len(pipeline.engines.engines) == count
     pipeline("apple", method="ar")
     assert len(pipeline.engines.engines) == count + 1

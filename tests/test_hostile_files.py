@@ -111,7 +111,7 @@ def test_a_cache_where_others_may_write_is_not_read(
     monkeypatch.setattr(os, "getuid", lambda: 4_000_000_000)
     with pytest.raises(OutputError, match="another user"):
         own_cache("trees")
-    assert tuned_trees.tuned_windows({"batch_size": 1}, ["scd"]) == {}
+    assert tuned_trees.tuned_methods({"batch_size": 1}, ["scd"]) == {}
 
 
 def test_a_cached_table_of_neighbours_is_checked(cache: Path) -> None:
@@ -131,7 +131,7 @@ def test_a_damaged_tuned_tree_is_as_if_it_were_not_there(cache: Path) -> None:
     file = tuned_trees.file_of({"method": "scd", "batch_size": 1})
     for text in ("", "{", "[]", '{"paths": 3}', '{"name": "scd:x", "paths": [[0]]}', "\0"):
         file.write_text(text)
-        assert tuned_trees.tuned_windows({"batch_size": 1}, ["scd"]) == {}
+        assert tuned_trees.tuned_methods({"batch_size": 1}, ["scd"]) == {}
 
 
 # Contents

@@ -25,7 +25,7 @@ from lantern_hpu.decode.step import Step
 from lantern_hpu.errors import CaptureError, DeviceError, OptionError
 from lantern_hpu.graphs import make_runner
 from lantern_hpu.methods.relaxation import PRESETS, Clustered
-from lantern_hpu.methods.setting import METHODS, SMALL_TREE, SMALL_WINDOW
+from lantern_hpu.methods.setting import METHODS, SMALL_TREE
 from lantern_hpu.ops import kernels
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.tree import DynamicTree, Tree, Window, load_tree
@@ -42,8 +42,8 @@ PROMPTS = ["a red apple", "blue cat"]
 # What these draft on a processor, where a card drafts more
 OF_THE_CPU: dict[str, dict[str, Any]] = {
     "lantern++": {"tree": SMALL_TREE},
-    "scd": {"window": SMALL_WINDOW},
-    "sjd-pac": {"window": SMALL_WINDOW},
+    "scd": {"window": 2},
+    "sjd-pac": {"window": 2},
 }
 
 

@@ -343,7 +343,7 @@ def test_a_plan_counts_what_auto_would_load_and_draft_on_the_device(
     assert f"{T2I}, bfloat16," in said and "tree scd:2" in said
     assert "builtin, float32," in planned(capsys, "builtin", "--device", "cpu:64GB")
     said = planned(capsys, T2I, "--device", "cuda:64GB")
-    assert f"{T2I}, bfloat16," in said and "tree naive_extend_57" in said
+    assert f"{T2I}, bfloat16," in said and "tree scd:16" in said
 
 
 def test_the_plan_of_the_embedded_model_on_this_machine(

@@ -322,15 +322,15 @@ def test_auto_is_refused_where_no_tree_can_be_tuned(
 def test_choice_decides_the_method_only_if_none_is_named(model: Path) -> None:
     pipeline = LanternPipeline.from_pretrained(str(model))
     tree = DraftTree.from_paths("tuned_2", [[0], [0, 0]])
-    for method, ar_wins in (("eagle", True), ("lantern++", False)):
-        tuned_trees.save_tree(pipeline.situation(method, 2), tuned_trees.TunedTree(tree, ar_wins))
+    for method, gain in (("eagle", 0.9), ("lantern++", 1.5)):
+        tuned_trees.save_tree(pipeline.situation(method, 2), tuned_trees.TunedTree(tree, gain))
     relaxed = pipeline.resolve("lantern++").relaxation
     assert pipeline.resolve("auto@auto", 2) == Resolved("ar")
     assert pipeline.resolve("lantern++@auto", 2) == Resolved("lantern++", relaxed, tree)
     assert pipeline.resolve("eagle@auto", 2) == Resolved("eagle", EXACT, tree)
     mine = pipeline.resolve("auto:lambda=2:k=3@auto", 2)
     assert mine == Resolved("lantern++", Multiplicative(3, lam=2.0), tree)
-    tuned_trees.save_tree(pipeline.situation("eagle", 2), tuned_trees.TunedTree(tree, False))
+    tuned_trees.save_tree(pipeline.situation("eagle", 2), tuned_trees.TunedTree(tree, 1.5))
     assert pipeline.resolve("auto@auto", 2) == Resolved("eagle", EXACT, tree)
     with pytest.raises(OptionError, match="none was tuned") as refused:
         pipeline.resolve("eagle@auto", 5)
@@ -350,8 +350,8 @@ def test_situations_that_differ_have_choices_of_their_own(model: Path) -> None:
 def test_damaged_choice_is_refused(model: Path) -> None:
     situation = LanternPipeline.from_pretrained(str(model)).situation("eagle", 1)
     tree = DraftTree.from_paths("x", [[0]])
-    file = tuned_trees.save_tree(situation, tuned_trees.TunedTree(tree, False))
-    assert tuned_trees.find_tree(situation) == tuned_trees.TunedTree(tree, False)
+    file = tuned_trees.save_tree(situation, tuned_trees.TunedTree(tree, 1.5))
+    assert tuned_trees.find_tree(situation) == tuned_trees.TunedTree(tree, 1.5)
     file.write_bytes(tuned_trees.tree_file(tree))
     with pytest.raises(TreeError, match="is damaged"):
         tuned_trees.find_tree(situation)

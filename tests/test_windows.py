@@ -32,8 +32,9 @@ from lantern_hpu.methods.request import Request
 from lantern_hpu.methods.setting import METHODS, Resolved
 from lantern_hpu.ops.sampling import FACTORS, noise_keys, race_noise, sample_distinct
 from lantern_hpu.pipeline import LanternPipeline
+from lantern_hpu.results.images import read_png
 from lantern_hpu.serve.calls import is_served
-from lantern_hpu.tree import DraftTree, Window, load_tree, tuned_trees
+from lantern_hpu.tree import DraftTree, Window, load_static, load_tree, tuned_trees
 from scripts.measure.windows import main as windows_script
 from scripts.measure.windows import permutation, stale_probs
 from tests.marks import mostly_slow
@@ -366,32 +367,49 @@ def test_greedy_windows_draw_what_one_token_decoding_draws(models: Models) -> No
 
 def test_tuned_windows_are_what_auto_takes_without_a_drafter(
     model: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     pipeline = LanternPipeline.from_pretrained(str(model), device="cpu")
     pipeline.model.drafter = None
     pipeline.model.files = {n: d for n, d in pipeline.model.files.items() if "drafter" not in n}
-    assert pipeline.resolve("auto").method == "scd"  # nothing was measured
-    for method, spent in (("scd", 3.0), ("sjd-pac", 2.0), ("jacobi", 4.0)):
-        tree = Window.of(METHODS[method].rule or "scd", 7)
-        here = pipeline.situation(method, 1)
-        tuned_trees.save_tree(here, tuned_trees.TunedTree(tree, False, spent))
+    assert pipeline.resolve("auto").method == "ar"  # nothing was measured
+    for method, gain in (("scd", 1.3), ("sjd-pac", 1.4), ("jacobi", 1.2)):
+        save_tuned(pipeline, method, gain)
     chosen = pipeline.resolve("auto")
     assert (chosen.method, chosen.tree) == ("sjd-pac", Window.of("sjd-pac", 7))
     assert pipeline.resolve("auto:lambda=2:k=3").method == "sjd-pac"
     assert pipeline.resolve("scd@auto").tree == Window.of("scd", 7)
-    tuned_trees.save_tree(
-        pipeline.situation("sjd-pac", 1), tuned_trees.TunedTree(tree, True, 1.0)
-    )  # ar won there
+    save_tuned(pipeline, "sjd-pac", 0.9)  # ar won there
     assert pipeline.resolve("auto").method == "scd"
     for method in ("scd", "jacobi"):  # and everywhere else
-        tree = Window.of(METHODS[method].rule or "scd", 7)
-        here = pipeline.situation(method, 1)
-        tuned_trees.save_tree(here, tuned_trees.TunedTree(tree, True, 3.0))
+        save_tuned(pipeline, method, 0.9)
     assert pipeline.resolve("auto").method == "ar"
+
+
+def save_tuned(pipeline: LanternPipeline, method: str, gain: float) -> None:
+    """A window of 7, measured to be `gain` times as fast as `ar`."""
+    tree = Window.of(METHODS[method].rule or "scd", 7)
+    tuned_trees.save_tree(pipeline.situation(method, 1), tuned_trees.TunedTree(tree, gain))
+
+
+def test_what_was_tuned_precedes_what_the_model_says(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of windows and trees the one that gained most over `ar`, for the batch size that it was tuned for; the command
+    says so."""
+    pipeline = LanternPipeline.from_pretrained(str(model), device="cpu")
+    pipeline.model.fastest = {"cpu": ("ar", None)}
+    save_tuned(pipeline, "scd", 2.09)
+    chain = tuned_trees.TunedTree(load_static("chain_2"), 2.5)
+    tuned_trees.save_tree(pipeline.situation("eagle", 4), chain)
+    relaxed = tuned_trees.TunedTree(load_static("chain_2"), 9.0)  # it is not lossless
+    tuned_trees.save_tree(pipeline.situation("lantern++", 1), relaxed)
+    assert str(pipeline.resolve("auto")) == "scd@7"
+    assert str(pipeline.resolve("auto", 4)) == "eagle@chain_2"
+    assert str(pipeline.resolve("auto", 2)) == "ar"
+    given = ["--model", str(model), "--device", "cpu", "--prompt", "red cat"]
+    assert generate.main([*given, "--output", str(tmp_path / "one.png")]) == 0
+    assert "seed 0, scd@7: tuned, " in capsys.readouterr().out
+    assert read_png(tmp_path / "one.png")["config"]["tree"] == "scd:7"
 
 
 def test_tune_measures_widths_and_saves_the_fastest(
@@ -400,7 +418,6 @@ def test_tune_measures_widths_and_saves_the_fastest(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)  # an extra that windows do without
     report = tmp_path / "report.json"
     given = ["--model", str(model), "--device", "cpu", "--method", "scd", "--images", "2"]
@@ -412,4 +429,8 @@ def test_tune_measures_widths_and_saves_the_fastest(
     pipeline = LanternPipeline.from_pretrained(str(model), device="cpu")
     best = min(rows[1:], key=lambda row: row["measured"]["ms_per_token"])
     assert pipeline.resolve("scd@auto").tree == Window.parse(best["tree"])
+    fastest = min(rows, key=lambda row: row["measured"]["ms_per_token"])["tree"]
+    chosen = pipeline.resolve("auto")
+    assert chosen.why == "tuned"
+    assert chosen.tree == (DraftTree.root_only() if fastest == "ar" else Window.parse(fastest))
     assert tune.main([*given, "--profile", str(report)]) == 2

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from lantern_hpu.backends import DeviceOptions
+from lantern_hpu.backends import LARGE_PARAMETERS, DeviceOptions
 from lantern_hpu.errors import DeviceError, OptionError, check_ranges, choices, option
 from lantern_hpu.methods.relaxation import Relaxation, parse
 from lantern_hpu.methods.request import MAX_IMAGES, Request
@@ -35,7 +35,6 @@ LARGE = {
     "batch_sizes": "1",
     "images": "1",
 }
-LARGE_PARAMETERS = 10**8  # of the target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +110,7 @@ def methods_for(tree: str) -> list[str]:
 def has_long_steps(pipeline: LanternPipeline) -> bool:
     """Whether the model is large for a device on which arithmetic is scarce, as processors."""
     parameters = pipeline.model.config.target.parameters
-    return parameters >= LARGE_PARAMETERS and not pipeline.backend.idle_arithmetic
+    return parameters >= LARGE_PARAMETERS and not pipeline.drafting_defaults.idle_arithmetic
 
 
 # ------------------------------------------------------------------------------------ rows

@@ -291,10 +291,7 @@ def other_weights(
 
 # ------------------------------------------------------------------------------------------- draw
 
-ONE_TOKEN = (
-    "note: auto draws several images together one token a step, as that was measured to be fastest on this device; "
-    "--batch-size 1 draws one after the other, with speculation"
-)
+ONE_BY_ONE = "note: ar draws several images together; --batch-size 1 draws one after the other, with speculation"
 
 
 def draw(args: argparse.Namespace) -> GenerationResult | None:
@@ -323,8 +320,8 @@ def draw(args: argparse.Namespace) -> GenerationResult | None:
             show_decided(pipeline, "dtype", "layout")
         setting, sampling = job.resolve(pipeline)
         requests = job.requests(sampling, setting.relaxation)
-        if job.setting.method == AUTO and setting.method == "ar" and len(requests) > 1:
-            print(ONE_TOKEN, file=sys.stderr)
+        if setting.why and not setting.drafts and pipeline.resolve(job.setting).drafts:
+            print(ONE_BY_ONE, file=sys.stderr)
         kept = {i for i, file in enumerate(outputs.images) if args.resume and file.exists()}
         check_kept(pipeline, requests, setting, outputs.images, kept)
         left = [i for i in range(len(requests)) if i not in kept]
@@ -447,7 +444,8 @@ def summary(result: GenerationResult, output: str | Path) -> str:
     """One line for the user."""
     from lantern_hpu.results.images import mean_tv, tokens_per_step
 
-    records, setting = result.records, Resolved.read(result.config)
+    records = result.records
+    setting = result.environment["decided"].get("method") or Resolved.read(result.config)
     seeds = records[0].seed if len(records) == 1 else f"{records[0].seed} to {records[-1].seed}"
     tv = mean_tv(records)
     cost = f"TV {tv:.3f} a token, " if tv else ""

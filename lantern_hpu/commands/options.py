@@ -24,7 +24,6 @@ from lantern_hpu.methods.setting import (
     METHODS,
     REPLACED,
     SMALL_TREE,
-    SMALL_WINDOW,
     replaced,
 )
 from lantern_hpu.tree import DYNAMIC
@@ -169,9 +168,9 @@ def add_method_options(group: Group) -> None:
     add(
         "--window",
         metavar="W",
-        help=f"drafts per step of a window method ({DEFAULT_WINDOW}; on processors {SMALL_WINDOW}, or as measured with "
-        "the model); W:KxD for K candidates at each of the first D positions (sjd-pac; 3x3); W:commit=C to accept the "
-        "first C drafts in every step: a fixed number of steps, lossless only for C = 1",
+        help=f"drafts per step of a window method ({DEFAULT_WINDOW}; on processors 2 to 5, by model "
+        "size); W:KxD for K candidates at each of the first D positions (sjd-pac; 3x3); W:commit=C to accept "
+        "the first C drafts in every step: a fixed number of steps, lossless only for C = 1",
     )
     add(
         "--relax",

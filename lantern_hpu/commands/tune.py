@@ -65,9 +65,8 @@ def save_fastest(
     """Keep the fastest tree for `--tree auto`, and print the command that draws with it."""
     from lantern_hpu.tune.result import fastest_command
 
-    best = tuning.best
-    tree = tuned_trees.TunedTree(best.tree, tuning.ar_wins, best.measured.ms_per_token)
-    file = tuned_trees.save_tree(situation, tree)
+    *_, gain = tuning.best.times_as_fast(tuning.rows[0])
+    file = tuned_trees.save_tree(situation, tuned_trees.TunedTree(tuning.best.tree, gain))
     command = fastest_command(tuning, situation, vars(args))
     print(f"saved {file}\nto draw with the fastest:\n  {command}")
 

@@ -13,7 +13,15 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from lantern_hpu.backends import BYTES, HOST, KEEP_TEXT, QUANTIZED, DeviceOptions
+from lantern_hpu.backends import (
+    ACCELERATOR,
+    BYTES,
+    HOST,
+    KEEP_TEXT,
+    QUANTIZED,
+    DeviceOptions,
+    DraftingDefaults,
+)
 from lantern_hpu.decode.spec import Spec, capacity, keeps_noise
 from lantern_hpu.errors import DeviceError, OptionError, require
 from lantern_hpu.models.config import ModelConfig, TransformerConfig
@@ -210,7 +218,7 @@ class DeviceMemory:
     dtype: str = "bfloat16"  # the best one
     quantized: tuple[str, ...] = QUANTIZED
     is_host: bool = False
-    idle_arithmetic: bool = True  # see `ResolveContext`
+    drafting: DraftingDefaults = ACCELERATOR
     shares_pool: bool = False  # see `Backend`
 
 

@@ -10,9 +10,10 @@ by `resolve`. Needs no torch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
+from lantern_hpu.backends import ACCELERATOR, DraftingDefaults
 from lantern_hpu.errors import LanternError, OptionError, choices
 from lantern_hpu.methods import relaxation as relaxations
 from lantern_hpu.methods.relaxation import EXACT, PRESETS, Relaxation
@@ -32,10 +33,10 @@ from lantern_hpu.tree import (
 Auto = Literal["auto"]
 AUTO: Final = "auto"  # of methods, the fastest measured here; of trees, the tuned one
 DEFAULT_TREE = "naive_extend_57"
-DEFAULT_WINDOW = 16
+DEFAULT_WINDOW = ACCELERATOR.window
 # Where arithmetic is scarce, as on processors, more drafts cost more than they bring (docs/processors.md).
 SMALL_TREE, SMALL_DYNAMIC = "chain_2", "dynamic:1x0x1"
-SMALL_WINDOW, SMALL_FRONT = 2, (2, 1)
+SMALL_FRONT = (2, 1)
 
 
 @dataclass(frozen=True)
@@ -84,10 +85,12 @@ class Method:
             return Window.of(self.rule, DEFAULT_WINDOW)
         return load_tree(DYNAMIC if self.tree == "dynamic" else DEFAULT_TREE)
 
-    def small_tree(self, width: int = SMALL_WINDOW) -> Tree:
-        """Instead of `default_tree`, on a device without idle arithmetic; a window has `width` drafts in a row."""
+    def small_tree(self, width: int) -> Tree:
+        """Instead of `default_tree`, on a device without idle arithmetic; a window has `width` drafts."""
+        if self.rule == "sjd-pac":  # one of them beside the first
+            return Window.of(self.rule, max(width - 1, SMALL_FRONT[0]), SMALL_FRONT)
         if self.rule is not None:
-            return Window.of(self.rule, width, SMALL_FRONT if self.rule == "sjd-pac" else None)
+            return Window.of(self.rule, width)
         if not self.drafts:
             return self.default_tree
         return load_tree(SMALL_DYNAMIC if self.tree == "dynamic" else SMALL_TREE)
@@ -238,6 +241,10 @@ class Setting:
         return f"{self.method}{relaxed}" + ("" if self.tree is None else f"@{tree_text(self.tree)}")
 
     @property
+    def drafts(self) -> bool:
+        return METHODS[self.drafting].drafts
+
+    @property
     def commit(self) -> int:
         """Tokens that each step makes final on a fixed schedule; 0 where acceptance decides."""
         return 0 if isinstance(self.tree, str | None) else self.tree.commit
@@ -254,6 +261,7 @@ class Resolved(Setting):
 
     relaxation: Relaxation = EXACT
     tree: Tree = ROOT
+    why: str = field(default="", compare=False)  # it was chosen, where `auto` did
 
     def __str__(self) -> str:
         """Without what the method has no use for: a relaxation that is exact, the tree of `ar`."""
@@ -418,9 +426,9 @@ class ResolveContext:
 
     Attributes:
         codes: a token may be. tokens: of an image.
-        fastest: the method measured to be fastest here, and its tree, if any was.
+        fastest: the method measured to be fastest with this model on such a device, and its tree, if any was.
         situation: what trees are tuned for; None where none can be.
-        idle_arithmetic: whether the device verifies dozens of drafts at little cost. images: decoded together.
+        defaults: of the device for a model of this size. images: decoded together.
     """
 
     codes: int
@@ -428,31 +436,32 @@ class ResolveContext:
     has_drafter: bool
     fastest: tuple[str, str | None] | None = None
     situation: tuned_trees.Situation | None = None
-    idle_arithmetic: bool = True
+    defaults: DraftingDefaults = ACCELERATOR
     images: int = 1
 
 
 def resolve(setting: Setting, context: ResolveContext) -> Resolved:
     """What draws.
 
-    `auto` is lossless unless a relaxation is given: the fastest lossless method measured with this model on this
-    device; where none was, `eagle` on a device with idle arithmetic and a drafter, else the fastest window tuned here,
-    or `ar` if that beat them all; where no window was tuned, a short one, and `ar` for several images on a processor.
-    With a tree it is `eagle`; with a relaxation `lantern++`, or `sjd-pac` without a drafter. The tree `auto` is the one
-    tuned for this model, device and batch size; if one token a step was faster and neither method nor relaxation is
-    given, the method is `ar`.
+    `auto` is lossless unless a relaxation is given: the fastest that was tuned for this model, device, format and batch
+    size, or `ar` if that was faster; else the method measured to be fastest with this model on such a device; else the
+    device's default for a model of this size, and on a processor `ar` for several images. With a tree it is `eagle`;
+    with a relaxation `lantern++`, or `sjd-pac` without a drafter. The tree `auto` is the one tuned for this model,
+    device and batch size; if one token a step was faster and neither method nor relaxation is given, the method is
+    `ar`.
 
     The default tree of a method is small on a device without idle arithmetic; a window is there as long as that which
-    was measured to be fastest with this model.
+    was measured to be fastest with this model, or as the device's default.
 
     Published numbers of neighbours and usual windows are lowered to what the model has.
     """
     if isinstance(setting, Resolved):
         return setting
+    why = ""
     if setting.tree == AUTO:
         setting = with_tuned_tree(setting, context)
     elif setting == Setting(AUTO):
-        setting = fastest_method(context)
+        setting, why = fastest_method(context)
     elif setting.method == AUTO:
         name = "sjd-pac" if setting.tree is None and not context.has_drafter else setting.drafting
         setting = replace(setting, method=name)
@@ -461,7 +470,7 @@ def resolve(setting: Setting, context: ResolveContext) -> Resolved:
     if tree is None:
         tree = shortened(default_tree(method, context), context.tokens)
     assert not isinstance(tree, str)
-    return Resolved(setting.method, relaxation.fit(context.codes), tree)
+    return Resolved(setting.method, relaxation.fit(context.codes), tree, why)
 
 
 def with_tuned_tree(setting: Setting, context: ResolveContext) -> Setting:
@@ -480,33 +489,41 @@ def with_tuned_tree(setting: Setting, context: ResolveContext) -> Setting:
     return Setting(name, setting.relaxation, tuned.tree)
 
 
-def fastest_method(context: ResolveContext) -> Setting:
-    """As measured with this model, if it is lossless; without a drafter only what needs none."""
+def fastest_method(context: ResolveContext) -> tuple[Setting, str]:
+    """The lossless method that draws fastest here, as far as that is known, and why; without a drafter only what needs
+    none."""
+
+    def drawable(name: str) -> bool:
+        method = METHODS[name]
+        return method.relaxation is None and (context.has_drafter or not method.needs_drafter)
+
+    if context.situation is not None:
+        candidates = [name for name, method in METHODS.items() if method.tunable and drawable(name)]
+        if tuned := tuned_trees.tuned_methods(context.situation, candidates):
+            name = max(tuned, key=lambda name: tuned[name].times_ar)
+            best = tuned[name]
+            setting = Setting(name, tree=replace(best.tree, file=None))  # it is known by its name
+            return (Setting("ar") if best.ar_wins else setting), "tuned"
     if context.fastest is not None:
         name, tree = context.fastest
-        method = METHODS[name]
-        if method.relaxation is None and (context.has_drafter or not method.needs_drafter):
-            return Setting.of(name, tree=tree)
-    if context.has_drafter and context.idle_arithmetic:
-        return Setting("eagle")
-    tuned = (
-        {} if context.situation is None else tuned_trees.tuned_windows(context.situation, WINDOWS)
-    )
-    paying = {name: window for name, window in tuned.items() if not window.ar_wins}
-    if paying:
-        name = min(paying, key=lambda name: paying[name].ms_per_token or 0)
-        return Setting(name, tree=paying[name].tree)
-    if tuned or (not context.idle_arithmetic and context.images > 1):
-        return Setting("ar")
-    return Setting("scd")
+        if drawable(name):
+            return Setting.of(name, tree=tree), "measured fastest with this model"
+    defaults = context.defaults
+    if defaults.idle_arithmetic:
+        name = defaults.method if drawable(defaults.method) else "scd"
+        return Setting(name), "default on this device"
+    if context.images > 1 and defaults.method != "ar":
+        return Setting("ar"), "fastest here for several images at once"
+    return Setting(defaults.method), "fastest here for a model of this size"
 
 
 def default_tree(method: Method, context: ResolveContext) -> Tree:
     """The tree of a method where none is named."""
-    if context.idle_arithmetic:
+    defaults = context.defaults
+    if defaults.idle_arithmetic:
         return method.default_tree
     measured = load_tree(context.fastest[1]) if context.fastest and context.fastest[1] else None
-    return method.small_tree(measured.depth if isinstance(measured, Window) else SMALL_WINDOW)
+    return method.small_tree(measured.depth if isinstance(measured, Window) else defaults.window)
 
 
 def shortened(tree: Tree, tokens: int) -> Tree:

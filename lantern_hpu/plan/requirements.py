@@ -106,9 +106,15 @@ def unasked(name: str) -> Backend:
 
 def described(backend: Backend, memory: int | None, where: str, parameters: int) -> DeviceMemory:
     best, _ = backend.best_dtype(parameters)
-    is_host, idle = backend.name == HOST, backend.idle_arithmetic
-    shared = backend.shares_pool
-    return DeviceMemory(memory, where, best, backend.quantized, is_host, idle, shared)
+    return DeviceMemory(
+        memory,
+        where,
+        best,
+        backend.quantized,
+        is_host=backend.name == HOST,
+        drafting=backend.drafting_defaults(parameters),
+        shares_pool=backend.shares_pool,
+    )
 
 
 def setup_of(
@@ -124,10 +130,12 @@ def setup_of(
         hint = choices(device.quantized) if device.quantized else "--dtype bfloat16"
         raise DeviceError(f"this device does not offer {how['quantize']!r} weights", hint=hint)
     target = model.config.target
-    idle, images = device.idle_arithmetic, how["batch_size"]
-    drafts = model.config.drafter is not None
     context = ResolveContext(
-        target.codes, target.tokens, drafts, idle_arithmetic=idle, images=images
+        target.codes,
+        target.tokens,
+        has_drafter=model.config.drafter is not None,
+        defaults=device.drafting,
+        images=how["batch_size"],
     )
     setting = resolve_setting(Setting.of(method or AUTO, tree=tree), context)
     # The published residual looks one neighbour further; a code has one neighbour less than there are codes.

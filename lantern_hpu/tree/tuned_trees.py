@@ -24,11 +24,14 @@ Situation = dict[str, Any]  # what a tree was tuned for, `batch_size` among it
 
 @dataclass(frozen=True)
 class TunedTree:
-    """The fastest tree that was measured, whether one token a step was faster still, and what it took."""
+    """The fastest tree that was measured, and how many times as fast as one token a step it was in the same run."""
 
     tree: DraftTree
-    ar_wins: bool
-    ms_per_token: float | None = None
+    times_ar: float
+
+    @property
+    def ar_wins(self) -> bool:
+        return self.times_ar <= 1
 
 
 def file_of(situation: Situation) -> Path:
@@ -46,7 +49,7 @@ def tree_file(tree: DraftTree, about: dict[str, Any] | None = None) -> bytes:
 def save_tree(situation: Situation, tuned: TunedTree) -> Path:
     """Keep a tree in place of an earlier one. -> its file"""
     file = file_of(situation)
-    about = {"ar_wins": tuned.ar_wins, "ms_per_token": tuned.ms_per_token, "tuned_for": situation}
+    about = {"times_ar": tuned.times_ar, "tuned_for": situation}
     write_file(file, tree_file(tuned.tree, about), force=True)
     return file
 
@@ -67,24 +70,21 @@ def find_tree(situation: Situation) -> TunedTree:
     if tree.name.partition(":")[0] in get_args(Rule):
         tree = Window.parse(tree.name)  # whose name says all there is to know
     try:
-        data = parse_json(file.read_text())
-        spent = data.get("ms_per_token")
-        return TunedTree(tree, bool(data["ar_wins"]), spent and float(spent))
+        return TunedTree(tree, float(parse_json(file.read_text())["times_ar"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         what, hint = f"{file} is damaged", "delete it, and tune again"
         raise TreeError(what, f"it lacks {error}", hint) from error
 
 
-def tuned_windows(situation: Situation, methods: Iterable[str]) -> dict[str, TunedTree]:
-    """By method, of those whose windows were tuned in a situation and timed."""
+def tuned_methods(situation: Situation, methods: Iterable[str]) -> dict[str, TunedTree]:
+    """By method, of those that were tuned in a situation."""
     tuned = {}
     for method in methods:
         here = situation | {"method": method}
         # Nobody asked for these: what is damaged, or kept where others may write, is as if it were not there
         with suppress(LanternError):
-            result = find_tree(here) if file_of(here).is_file() else None
-            if result and isinstance(result.tree, Window) and result.ms_per_token:
-                tuned[method] = result
+            if file_of(here).is_file():
+                tuned[method] = find_tree(here)
     return tuned
 
 

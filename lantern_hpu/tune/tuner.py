@@ -193,7 +193,8 @@ class Tuner:
 
     def tune_windows(self, rule: Rule) -> TuningResult:
         """Draw with `ar` and with windows of each width that fits, or of the longest."""
-        idle, most = self.pipeline.backend.idle_arithmetic, self.sizes.tokens - 1
+        idle = self.pipeline.drafting_defaults.idle_arithmetic
+        most = self.sizes.tokens - 1
         widths = [w for w in (WIDTHS if idle else SMALL_WIDTHS) if w <= most] or [most]
         trees = [DraftTree.root_only(), *(Window.of(rule, width) for width in widths)]
         self.bar.total = self.batches * len(trees)
