@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -307,6 +308,20 @@ def test_promise_a_folder_is_written_that_draws_the_small_models_pictures(
     assert (tokens[0] == tokens[1]).all() and (tokens[0] == tokens[2]).all()
     pixels = [np.asarray(Image.open(tmp_path / f"{n}.png")) for n in ("small", "large")]
     assert (pixels[0] == pixels[1]).all()
+
+
+def test_a_stretched_model_does_not_say_what_was_fastest_at_the_small_sizes(
+    folder: Path, tmp_path: Path
+) -> None:
+    """So that `auto` goes by the large sizes."""
+    about = json.loads((folder / "model.json").read_text())
+    small = shutil.copytree(folder, tmp_path / "small")
+    (small / "model.json").write_text(json.dumps(about | {"fastest": {"cpu": ["ar", None]}}))
+    assert open_model(find_parts(str(small))).load(Placement()).fastest
+    large = tmp_path / "large"
+    large.mkdir()
+    write_model(stretched(small, TWICE), large, tqdm(disable=True))
+    assert open_model(find_parts(str(large))).load(Placement()).fastest == {}
 
 
 def test_words_beyond_the_small_prefix_are_still_cut(base: ImageModel, model: ImageModel) -> None:
