@@ -261,8 +261,6 @@ def test_the_window_is_part_of_its_name() -> None:
     assert (tree.width, tree.size, tree.commit) == (16, 20, 4)
     setting = Setting.parse("scd@16:commit=4")
     assert setting.tree == tree and str(setting) == "scd@16:commit=4"
-    left = Window.of("sjd-pac", 8, guess="left", commit=8)
-    assert load_tree(left.name) == left and Setting.parse("sjd-pac@8:commit=8:left").tree == left
     resolved = Resolved("scd", tree=tree)
     assert Resolved.read(json.loads(json.dumps(resolved.as_json()))) == resolved
     assert load_tree("scd:16") == Window.of("scd", 16) != tree

@@ -16,7 +16,6 @@ import pytest
 
 from lantern_hpu.backends import ACCELERATOR, DraftingDefaults, get_backend
 from lantern_hpu.backends.cpu import native
-from lantern_hpu.commands import generate
 from lantern_hpu.commands.options import add_fields, from_args, given_fields
 from lantern_hpu.errors import OptionError, check_ranges, option
 from lantern_hpu.methods.relaxation import (
@@ -40,7 +39,7 @@ from lantern_hpu.methods.setting import (
     Setting,
     resolve,
 )
-from lantern_hpu.tree import DynamicTree, Guess, Tree, Window, load_tree
+from lantern_hpu.tree import DynamicTree, Tree, Window, load_tree
 from lantern_hpu.tree.named import NAMED
 
 ADDITIVE = partial(Additive, 1)
@@ -145,39 +144,12 @@ def test_what_is_not_said_is_the_published_default(
 
 
 def test_short_forms_mean_what_a_whole_setting_means() -> None:
-    whole = Setting.parse("scd:tv=0.1:budget=3@16:left")
-    assert Setting.of("scd", "tv=0.1:budget=3", window="16:left") == whole
-    assert Setting.of("scd:tv=0.1:budget=3", tree="scd:16:left") == whole
+    whole = Setting.parse("scd:tv=0.1:budget=3@16")
+    assert Setting.of("scd:tv=0.1:budget=3", tree="scd:16") == whole
+    assert Setting.of("scd", "tv=0.1:budget=3", window="16") == whole
     assert Setting.of("sjd-pac", window="2:2x1") == Setting.parse("sjd-pac@2:2x1")
     assert Setting.of("scd", window=16) == Setting.parse("scd@16")
     assert Setting.of("scd@16:commit=4") == Setting.of("scd", window="16:commit=4")
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--relax-tv", "0.1"], "--relax-tv is gone\n  try: --relax tv=0.1\n"),
-        (["--relax-k=3"], "--relax-k is gone\n  try: --relax k=3\n"),
-        (["--residual", "official"], "--residual is gone\n  try: --relax residual=official\n"),
-        (["--relax", "gsd", "--relax-ranks", "3"], "try: --relax gsd:ranks=3\n"),
-        (
-            ["--relax-lambda", "5", "--relax-k", "10"],
-            "--relax-lambda and --relax-k are gone\n  try: --relax lambda=5:k=10\n",
-        ),
-        (["--commit", "4"], "--commit is gone\n  try: --window 16:commit=4\n"),
-        (["--window", "8", "--commit", "4"], "try: --window 8:commit=4\n"),
-        (["--window-tree", "2x1"], "--window-tree is gone\n  try: --window 16:2x1\n"),
-        (["--commit", "2", "--relax-nu", "1"], "try: --relax nu=1 --window 16:commit=2\n"),
-    ],
-    ids=str,
-)
-def test_an_option_of_version_0_3_says_its_new_form(
-    options: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        generate.main(["--prompt", "cat", *options])
-    shown = capsys.readouterr().err
-    assert ended.value.code == 2 and shown.startswith("error: --") and shown.endswith(said)
 
 
 def test_annealed_weights_fall_with_depth() -> None:
@@ -263,7 +235,7 @@ def resolved(text: str, context: ResolveContext = HERE) -> tuple[str, str, Relax
         ("lantern@dynamic:4x3x12", "lantern", "dynamic:4x3x12", Additive(1000, bound=0.2)),
         ("scd", "scd", "scd:16", EXACT),
         ("scd:gsd:ranks=3@8", "scd", "scd:8", Clustered(distance=0.5, ranks=3)),
-        ("scd@scd:8:left", "scd", "scd:8:left", EXACT),
+        ("scd@scd:8", "scd", "scd:8", EXACT),
         ("sjd-pac:omega=2:nu=0.2@8:3x1", "sjd-pac", "sjd-pac:8:3x1", PRESETS["omega-2"]),
         ("jacobi@0", "jacobi", "jacobi:0", EXACT),
         ("scd:tv=0.25", "scd", "scd:16", Blended(tv=0.25)),
@@ -280,7 +252,7 @@ def test_settings_mean_what_is_written(
     "text",
     [
         *("auto", "eagle", "scd@16", "lantern:delta-0.1", "lantern++:lambda=5:k=10@broad_7"),
-        *("lantern@dynamic:4x3x12", "sjd-pac@8:3x1", "scd@8:left", "eagle@auto"),
+        *("lantern@dynamic:4x3x12", "sjd-pac@8:3x1", "scd@8:commit=2", "eagle@auto"),
         *("lantern++:lambda=2:k=30:residual=official", "scd:distance=0.2:ranks=3:gap=0.5"),
         *("scd:tv=0.25:budget=4@8", "lantern++:tv=0.1@broad_7"),
     ],
@@ -326,7 +298,7 @@ def random_setting(random: Random) -> Setting:
         trees.append(AUTO)
     trees += [load_tree(named) for named in NAMED if method.tree == "static"]
     if method.rule is not None:
-        trees.append(Window.of(method.rule, width, front, random.choice(get_args(Guess))))
+        trees.append(Window.of(method.rule, width, front))
     if method.tree == "dynamic":
         trees.append(DynamicTree(random.randint(2, 9), random.randint(0, 4), random.randint(1, 2)))
     return Setting(name, relaxation, random.choice(trees))

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
-from PIL.PngImagePlugin import PngInfo
 
 from lantern_hpu.backends import DeviceOptions, get_backend, host
 from lantern_hpu.backends.cpu import native
@@ -19,7 +17,7 @@ from lantern_hpu.backends.cpu.backend import PATIENCE, ThreadPace
 from lantern_hpu.commands.generate import main
 from lantern_hpu.errors import DeviceError, OptionError
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.results.images import METADATA, read_png
+from lantern_hpu.results.images import read_png
 from lantern_hpu.tree import load_static
 from tests.tiny import CONFIG, make_engine, request, spec_for, tiny_models
 
@@ -88,27 +86,6 @@ def test_a_layout_that_is_not_offered_is_one_error(
     assert main([*asked, "native"]) == 2
     shown = capsys.readouterr().err
     assert "it was not built" in shown and "try: --layout auto" in shown
-
-
-@pytest.mark.parametrize("layout", ["packed", "half"])
-def test_layouts_of_before_are_refused_with_their_version(
-    model: Path, tmp_path: Path, layout: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A picture that names one is drawn again where another layout is asked for."""
-    first, old, again = (tmp_path / f"{name}.png" for name in ("first", "old", "again"))
-    here = ["--model", str(model), "--device", "cpu"]
-    assert main([*here, "--prompt", PROMPT, "--output", str(first)]) == 0
-    with Image.open(first) as image:
-        known, info = json.loads(image.text[METADATA]), PngInfo()
-        known["config"]["layout"] = layout
-        info.add_itxt(METADATA, json.dumps(known))
-        image.save(old, pnginfo=info)
-    asked = [*here, "--from-png", str(old), "--output", str(again)]
-    capsys.readouterr()
-    assert main(asked) == 2
-    shown = capsys.readouterr().err
-    assert f"layout {layout} is version 0.3's" in shown and "--layout native or plain" in shown
-    assert main([*asked, "--layout", "plain"]) == 0
 
 
 def test_what_inductor_compiles_stays_plain() -> None:

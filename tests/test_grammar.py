@@ -11,7 +11,7 @@ import torch
 from lantern_hpu.methods.relaxation import EXACT
 from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.ops.grammar import RowEnds
-from lantern_hpu.tree import DraftTree, Guess, Rule, Tree, Window
+from lantern_hpu.tree import DraftTree, Rule, Tree, Window
 from tests import tiny
 
 CODES = 32
@@ -108,13 +108,10 @@ def test_row_ends_stand_where_they_must_on_a_fixed_schedule(rule: Any, temperatu
 
 
 @pytest.mark.parametrize("commit", [None, 5])
-@pytest.mark.parametrize("guess", get_args(Guess))
 @pytest.mark.parametrize("rule", get_args(Rule))
-def test_a_windows_drafts_are_what_may_stand_at_their_places(
-    rule: Any, guess: Any, commit: int | None
-) -> None:
+def test_a_windows_drafts_are_what_may_stand_at_their_places(rule: Any, commit: int | None) -> None:
     """The first ones too, which have no distribution of their own, and those that enter behind a row's end."""
-    tree = Window.of(rule, 12, guess=guess, commit=commit)
+    tree = Window.of(rule, 12, commit=commit)
     requests = [tiny.request(p, seed) for seed, p in enumerate(("ab", "cdef", "gh"))]
     engine = tiny.make_engine(
         tiny.tiny_models(CONFIG), tiny.spec_for(tree, requests, config=CONFIG)

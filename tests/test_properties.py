@@ -154,7 +154,7 @@ ENDS: dict[str, tuple[Any, ...]] = {
         *("omega=1000:nu=-10:mu=-10", "omega=0:nu=10", "distance=1e9:ranks=1000:gap=1", "gsd"),
         "k=" + "9" * 5000,
     ),
-    "tree": ("", "scd:2:commit=:left", "dynamic:64x16x4200", "x" * 5000),
+    "tree": ("", "scd:2:commit=:x", "dynamic:64x16x4200", "x" * 5000),
     "window": (0, 1, 256, 257, 2**63, "9" * 5000, "2:64x1", "4:commit=4"),
     "stream": (True, False),
     "partial_images": (0, 3, 4, 2**63),

@@ -39,8 +39,8 @@ from tests.tiny import (
 )
 
 AR = DraftTree.root_only()
-WINDOWS = [load_tree(name) for name in ("jacobi:6", "scd:6:above", "sjd-pac:6:3x2")]
-SCHEDULED = [load_tree(name) for name in ("scd:6:commit=4", "sjd-pac:6:commit=2:above")]
+WINDOWS = [load_tree(name) for name in ("jacobi:6", "scd:6", "sjd-pac:6:3x2")]
+SCHEDULED = [load_tree(name) for name in ("scd:6:commit=4", "sjd-pac:6:commit=2")]
 GROWN = DynamicTree(top_k=3, expansions=2, drafts=8)
 LENT = Multiplicative(6, lam=4.0)
 SLOTS = 3

@@ -29,7 +29,7 @@ from lantern_hpu.methods.relaxation import (
     Relaxation,
 )
 from lantern_hpu.methods.request import Request
-from lantern_hpu.methods.setting import METHODS, Resolved
+from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.ops.sampling import FACTORS, noise_keys, race_noise, sample_distinct
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import read_png
@@ -42,7 +42,6 @@ from tests.test_step import DISTRIBUTIONS, SETTINGS, SMALL, count_images, exact_
 from tests.tiny import Models, circle, request, ring, sample, tiny_models
 
 PROMPTS = ["abcd", "xy", "q", "abc"]
-GUESSES = ("probs", "left", "above", "random")
 
 
 def batch(**settings: Any) -> list[Request]:
@@ -143,16 +142,6 @@ def test_windows_keep_the_distribution_of_whole_images(tree: Window, settings: s
     assert surprise(counts, exact_probs(models[0], one)) < 4
 
 
-@torch.no_grad()
-@pytest.mark.slow
-@pytest.mark.parametrize("guess", GUESSES)
-@pytest.mark.parametrize("rule", ["jacobi:2", "scd:2", "sjd-pac:2:3x2"])
-def test_the_distribution_does_not_depend_on_first_guesses(rule: str, guess: str) -> None:
-    models = tiny_models(SMALL, seed=3)
-    counts, one = count_images(models, load_tree(f"{rule}:{guess}"), cfg_scale=1.0)
-    assert surprise(counts, exact_probs(models[0], one)) < 4
-
-
 @pytest.mark.slow
 @torch.no_grad()
 def test_distribution_test_notices_a_stale_distribution() -> None:
@@ -248,28 +237,22 @@ def test_the_walk_along_a_spine_is_the_walk_by_levels(name: str, rule: Relaxatio
 def test_names_of_windows_say_all_there_is_to_know() -> None:
     trees = [
         Window.of("jacobi", 0),
-        Window.of("scd", 32, guess="above"),
+        Window.of("scd", 32),
         Window.of("sjd-pac", 16),
         Window.of("sjd-pac", 2),
-        Window.of("sjd-pac", 8, (4, 2), "random"),
+        Window.of("sjd-pac", 8, (4, 2)),
     ]
     assert [load_tree(tree.name) for tree in trees] == trees
     assert load_tree("sjd-pac:16") == trees[2] and trees[2].size == 1 + 16 + 3 * 2
     assert load_tree("scd:5").is_chain and not trees[2].is_chain
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [("scd:16:law", "scd:16"), ("sjd-pac:8:3x1:law", "sjd-pac:8:3x1"), ("scd:9:commit=3:law", "")],
-)
-def test_files_and_requests_with_the_names_of_version_0_2_are_read(old: str, new: str) -> None:
-    tree = load_tree(old)
-    assert tree.name == (new or "scd:9:commit=3") == load_tree(f"{tree.name}:probs").name
-    assert is_served(old, tree) and is_served(tree.name, tree)
-    assert is_served(tree.name.partition(":")[2], tree)
-    assert not is_served("scd:16:left", tree) and not is_served("broad_7", tree)
-    written = Resolved(old.partition(":")[0], EXACT, tree)
-    assert Resolved.read(written.as_json() | {"tree": old}) == written
+def test_a_request_names_the_window_that_is_served() -> None:
+    """By its width and the rest, or by its whole name."""
+    for name in ("scd:16", "sjd-pac:8:3x1", "scd:9:commit=3"):
+        tree = load_tree(name)
+        assert is_served(name, tree) and is_served(name.partition(":")[2], tree)
+        assert not is_served("scd:5", tree) and not is_served("broad_7", tree)
 
 
 BAD = {
@@ -330,12 +313,9 @@ def test_an_image_of_a_window_is_drawn_again_from_its_file(model: Path, tmp_path
     assert np.array_equal(np.asarray(Image.open(first)), np.asarray(Image.open(again)))
 
 
-@pytest.mark.parametrize("guess", mostly_slow(GUESSES, GUESSES[0]))
 @pytest.mark.parametrize("rule", ["jacobi", "scd", "sjd-pac"])
-def test_image_of_a_window_depends_on_no_other_in_its_batch(
-    models: Models, rule: Any, guess: Any
-) -> None:
-    tree = Window.of(rule, 6, guess=guess)
+def test_image_of_a_window_depends_on_no_other_in_its_batch(models: Models, rule: Any) -> None:
+    tree = Window.of(rule, 6)
     together = [*batch(top_k=9), request("xyz", 3, temperature=0.0)]
     drawn = sample(models, tree, together).tokens.tolist()
     for image, one in enumerate(together):
@@ -359,7 +339,7 @@ def test_clusters_change_no_other_image_of_the_batch(models: Models, name: str) 
 def test_greedy_windows_draw_what_one_token_decoding_draws(models: Models) -> None:
     requests = batch(temperature=0.0)
     want = sample(models, DraftTree.root_only(), requests).tokens.tolist()
-    for name in ("jacobi:6", "scd:6", "sjd-pac:6:3x2", "sjd-pac:6:3x2:left"):
+    for name in ("jacobi:6", "scd:6", "sjd-pac:6:3x2"):
         drawn = sample(models, load_tree(name), requests)
         assert drawn.tokens.tolist() == want
         assert sum(drawn.steps) < len(want) * (len(want[0]) - 1)

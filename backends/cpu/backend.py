@@ -151,7 +151,6 @@ LARGE = 256 * 2**20
 # Drafts of a window: with guidance, a step over it fills 6 or 12 rows, which the native decoder multiplies at once.
 # At LlamaGen-XL's sizes the longer one is faster with AVX512-BF16, and slower than `ar` with AVX2.
 WINDOW, BF16_WINDOW = 2, 5
-GONE = ("packed", "half")  # layouts of version 0.3
 
 
 @dataclass
@@ -251,10 +250,6 @@ class CPUBackend(Backend):
         return native_kernels() if native.isa() else IN_ORDER
 
     def fit(self, config: Sizes, options: DeviceOptions) -> Fit:
-        if options.layout in GONE:
-            why = "images that name it are drawn to the last bit by that version"
-            hint = f"--layout {' or '.join(LAYOUTS)}"
-            raise DeviceError(f"layout {options.layout} is version 0.3's", why, hint)
         fit = CPUFit(**vars(super().fit(config, options)), threads=options.threads)
         fit.layout = options.layout
         if fit.graphs == "compile" and fit.kernels is not PLAIN:

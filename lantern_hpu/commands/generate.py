@@ -460,7 +460,7 @@ def summary(result: GenerationResult, output: str | Path) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The `generate` command; returns the exit code."""
-    args = options.parse_args(make_parser(), argv)
+    args = make_parser().parse_args(argv)
 
     def command() -> None:
         if args.workers is not None:

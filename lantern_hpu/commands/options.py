@@ -6,8 +6,6 @@ import argparse
 import difflib
 import os
 import shlex
-import sys
-from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
@@ -22,9 +20,7 @@ from lantern_hpu.methods.setting import (
     DEFAULT_TREE,
     DEFAULT_WINDOW,
     METHODS,
-    REPLACED,
     SMALL_TREE,
-    replaced,
 )
 from lantern_hpu.tree import DYNAMIC
 from lantern_hpu.tree.named import NAMED
@@ -178,21 +174,6 @@ def add_method_options(group: Group) -> None:
         help=f"relaxation: {', '.join(PRESETS)}, or values: lambda=5:k=10, delta=0.2:k=1000, tv=0.1:budget=10, "
         "omega=2:nu=0.2:mu=0, distance=0.5:ranks=7:gap=0.15, residual=official; docs/methods.md (the method's own)",
     )
-
-
-def parse_args(
-    parser: argparse.ArgumentParser, argv: Sequence[str] | None = None
-) -> argparse.Namespace:
-    """What was given; an option of version 0.3 ends the program with the form that replaces it."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    given: dict[str, str] = {}
-    for word, after in zip(words, [*words, ""][1:], strict=True):
-        name, equals, value = word.partition("=")
-        if name.startswith("--"):
-            given[name[2:].replace("-", "_")] = value if equals else after
-    if given.keys() & REPLACED.keys():
-        parser.exit(2, f"error: {replaced(given, '--')}\n")
-    return parser.parse_args(words)
 
 
 def add_sampling_options(group: Group) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lantern_hpu.decode.drafting.window import WindowDrafting, WindowState
-from lantern_hpu.decode.spec import Spec
+from lantern_hpu.decode.spec import Spec, token_columns
 from lantern_hpu.decode.state import DecodeState
 from lantern_hpu.decode.step import Accepted, Step
 from lantern_hpu.decode.tree_tables import Drafts
@@ -36,6 +36,7 @@ class ScheduledDrafting(WindowDrafting):
         super().__init__(target, spec)
         self.final = self.tree.commit  # C
         self.node = constant(arange32(self.tree.size))  # [C + W]
+        self.columns = token_columns(target.config, self.tree)
 
     def allocate(
         self, dtype: torch.dtype, device: torch.device, by_head: bool = False
@@ -80,9 +81,7 @@ class ScheduledDrafting(WindowDrafting):
         kept: WindowState = state.drafting
         if kept.final is not None:
             kept.final.copy_(probs[:, 1 : self.final])
-        seen = torch.full_like(state.count, self.width + 1 - self.final)
-        root, count = tokens[:, self.final - 1], state.count + self.final
-        self.keep(tokens[:, self.final :], probs[:, self.final :], root, count, seen, state)
+        self.keep(tokens[:, self.final :], probs[:, self.final :], state)
 
 
 class ScheduledStep(Step):

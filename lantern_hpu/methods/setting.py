@@ -393,30 +393,6 @@ def with_tree(settings: Sequence[Setting], name: str) -> list[Setting]:
     ]
 
 
-def replaced(given: Mapping[str, object], mark: str = "") -> OptionError:
-    """What to give in place of options of version 0.3; `given`, by names with underscores, may have others beside.
-
-    A `mark` is before each name in the message.
-    """
-    old = [name for name in given if name in REPLACED]
-    forms = []
-    if values := [f"{REPLACED[name]}={given[name]}" for name in old if REPLACED[name] != "window"]:
-        preset = [str(given["relax"])] if "relax" in given else []
-        forms.append(f"{mark}relax {':'.join([*preset, *values])}")
-    if len(values) < len(old):
-        front = [str(given["window_tree"])] if "window_tree" in given else []
-        final = [f"commit={given['commit']}"] if "commit" in given else []
-        width = str(given.get("window", DEFAULT_WINDOW))
-        forms.append(f"{mark}window {':'.join([width, *front, *final])}")
-    names = " and ".join(mark + (name.replace("_", "-") if mark else name) for name in old)
-    return OptionError(f"{names} {'is' if len(old) == 1 else 'are'} gone", hint=" ".join(forms))
-
-
-# Options of version 0.3, by the key that a relaxation has for each, or the short form
-REPLACED = {f"relax_{key}": key for key in relaxations.OWNERS if key != "residual"}
-REPLACED |= {"residual": "residual", "window_tree": "window", "commit": "window"}
-
-
 # ----------------------------------------------------------------------------------------- resolve
 
 
@@ -531,4 +507,4 @@ def shortened(tree: Tree, tokens: int) -> Tree:
     most = tokens - 1
     if not isinstance(tree, Window) or tree.depth <= most:
         return tree
-    return Window.of(tree.rule, most, guess=tree.guess)
+    return Window.of(tree.rule, most)

@@ -35,8 +35,3 @@ class RowEnds(nn.Module):
     def force_probs(self, probs: Tensor, place: Tensor) -> Tensor:
         """Probabilities of codes [R, T, V], taken from elsewhere, for these places [R, T]: rows' ends are certain."""
         return torch.where(self.closing(place)[..., None], self.is_end.to(probs.dtype), probs)
-
-    def force_tokens(self, tokens: Tensor, place: Tensor) -> Tensor:
-        """Guesses [R, T] as these places may hold them [R, T]; a row's end elsewhere becomes the last code."""
-        codes = tokens.clamp(max=self.end - 1)
-        return codes.masked_fill(self.closing(place), self.end)

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 
 from lantern_hpu.errors import OptionError, needing
 from lantern_hpu.methods.request import MAX_SEED, check_text
-from lantern_hpu.methods.setting import REPLACED, replaced
 from lantern_hpu.serve.options import MAX_N, MAX_PROMPT
 
 with needing("fastapi", "the server is built on it", "serve"):
@@ -85,11 +84,6 @@ def invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     if error["type"] == "json_invalid":
         why = error["ctx"]["error"]
         return ApiError(400, f"the body is not valid JSON: {why}", None, "invalid_json")
-    unknown = [e for e in errors if e["type"] == "extra_forbidden"]
-    old = {str(e["loc"][-1]): str(e["input"])[:60] for e in unknown}
-    if param in REPLACED:
-        text = " ".join(str(replaced(old)).split())
-        return ApiError(400, text, param, "unknown_parameter")
     if error["type"] == "extra_forbidden":
         what = f"unknown field {param!r}; allowed: {', '.join(ImagesRequest.model_fields)}"
         return ApiError(400, what, param, "unknown_parameter")

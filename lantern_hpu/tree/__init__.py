@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from lantern_hpu.tree.dynamic import DYNAMIC, MOST_CHILDREN, DynamicTree
 from lantern_hpu.tree.static import DRAWS, DraftTree, Path, dotted, load_static
-from lantern_hpu.tree.window import MOST_WINDOW, Guess, Rule, Tree, Window, load_tree
+from lantern_hpu.tree.window import MOST_WINDOW, Rule, Tree, Window, load_tree
 
 __all__ = [
     "DRAWS",
@@ -17,7 +17,6 @@ __all__ = [
     "MOST_WINDOW",
     "DraftTree",
     "DynamicTree",
-    "Guess",
     "Path",
     "Rule",
     "Tree",

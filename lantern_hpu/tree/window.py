@@ -14,14 +14,9 @@ from lantern_hpu.tree.static import DraftTree, load_static
 Tree = DraftTree | DynamicTree
 
 Rule = Literal["jacobi", "scd", "sjd-pac"]  # how a window's drafts are verified and drawn
-Guess = Literal["probs", "left", "above", "random"]  # the first draft of a place
-USUAL: Guess = "probs"  # left out of a window's name
-OLD_USUAL = ":law"  # how files of version 0.2 end the name of a window with the usual guess
 MOST_WINDOW, FRONT = 256, (3, 3)  # drafts in a row; siblings and levels of sjd-pac's front
 COUNT = "([0-9]{1,9})"
-TEXT = re.compile(
-    f"([a-z-]+):{COUNT}(?::{COUNT}x{COUNT})?(?::commit={COUNT})?(?::(probs|left|above|random))?"
-)
+TEXT = re.compile(f"([a-z-]+):{COUNT}(?::{COUNT}x{COUNT})?(?::commit={COUNT})?")
 
 
 @dataclass(frozen=True)
@@ -36,12 +31,10 @@ class Window(DraftTree):
 
     Attributes:
         rule: how drafts are verified, and what the later places draft next.
-        guess: the first draft of a place that no step has computed yet.
         commit: C; 0 where acceptance decides.
     """
 
     rule: Rule = "jacobi"
-    guess: Guess = USUAL
     commit: int = 0
     needs_drafter = False
 
@@ -51,7 +44,6 @@ class Window(DraftTree):
         rule: Rule,
         width: int,
         front: tuple[int, int] | None = None,
-        guess: Guess = USUAL,
         commit: int | None = None,
     ) -> Window:
         """The window of a rule.
@@ -61,17 +53,15 @@ class Window(DraftTree):
             front: K siblings at the first D levels, for `sjd-pac`; 3 x 3 if not given.
             commit: C, for a fixed schedule.
         """
-        if rule not in get_args(Rule) or guess not in get_args(Guess):
-            known = choices([*get_args(Rule), *get_args(Guess)])
-            raise TreeError(f"no window {rule}, {guess}", "unknown rule or guess", known)
+        if rule not in get_args(Rule):
+            raise TreeError(f"no window {rule}", "unknown rule", choices(get_args(Rule)))
         least = 0 if rule == "jacobi" else 1
         if not least <= width <= MOST_WINDOW:
             raise TreeError(f"--window is {width}", f"{rule} takes {least} to {MOST_WINDOW}")
-        end = "" if guess == USUAL else f":{guess}"
         if commit is not None:
             check_commit(width, front, commit)
             paths = tuple((0,) * depth for depth in range(commit + width))
-            return cls(f"{rule}:{width}:commit={commit}{end}", paths, rule, guess, commit)
+            return cls(f"{rule}:{width}:commit={commit}", paths, rule, commit)
         siblings, levels = front_of(rule, width, front)
         paths = tuple(
             (*(0,) * depth, rank)
@@ -79,20 +69,20 @@ class Window(DraftTree):
             for rank in range(siblings if depth < levels else 1)
         )
         shape = f":{siblings}x{levels}" if rule == "sjd-pac" else ""
-        return cls(f"{rule}:{width}{shape}{end}", ((), *paths), rule, guess)
+        return cls(f"{rule}:{width}{shape}", ((), *paths), rule)
 
     @classmethod
     def parse(cls, text: str) -> Window:
-        """`scd:16`, `scd:16:left`, `scd:16:commit=4` or `sjd-pac:16:3x3`: rule, W, K x D or C, and guess."""
-        match = TEXT.fullmatch(text.removesuffix(OLD_USUAL))
+        """`scd:16`, `scd:16:commit=4` or `sjd-pac:16:3x3`: rule, W, and K x D or C."""
+        match = TEXT.fullmatch(text)
         if match is None:
             why = "expected the rule, the width and what else differs from the usual"
             hint = "scd:16, scd:16:commit=4 or sjd-pac:16:3x3"
             raise TreeError(f"cannot read the window {text!r}", why, hint)
-        rule, width, siblings, levels, commit, guess = match.groups()
+        rule, width, siblings, levels, commit = match.groups()
         front = None if siblings is None else (int(siblings), int(levels))
         final = None if commit is None else int(commit)
-        return cls.of(rule, int(width), front, guess or USUAL, final)  # type: ignore[arg-type]
+        return cls.of(rule, int(width), front, final)  # type: ignore[arg-type]
 
     @property
     def width(self) -> int:

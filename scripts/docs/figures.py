@@ -24,7 +24,6 @@ from lantern_hpu.methods.relaxation import read_relaxation
 from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.results import plots
 from lantern_hpu.results.tables import markdown
-from lantern_hpu.tree.window import OLD_USUAL
 from scripts import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -68,7 +67,7 @@ def speeds(file: str, graphs: str | None = None) -> list[tuple[float, dict[str, 
 
 def label_of(row: dict[str, Any]) -> str:
     """The setting of a row, short: `scd@8`, `lantern++@flat_4`, `scd:lambda-5@16`."""
-    tree = row["tree"].removeprefix(f"{row['method']}:").removesuffix(OLD_USUAL)
+    tree = row["tree"].removeprefix(f"{row['method']}:").removesuffix(":law")
     label = relaxed_name(row["method"], row["relaxation"])
     return label + (f"@{tree}" if METHODS[row["method"]].drafts else "")
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lantern_hpu.decode.drafting.base import Committed, Drafting
 from lantern_hpu.decode.sampler import Sampler
-from lantern_hpu.decode.spec import Spec, keeps_noise, token_columns
+from lantern_hpu.decode.spec import Spec, keeps_noise
 from lantern_hpu.decode.state import DecodeState, Entry
 from lantern_hpu.decode.tree_tables import Drafts, StaticTables
 from lantern_hpu.models.transformer import Target
@@ -63,7 +63,6 @@ class WindowDrafting(Drafting):
         self.token = constant(arange32(config.vocab_size))  # [V]
         self.every = constant(arange32(config.tokens))  # [N]
         self.image = constant(arange32(spec.images)[:, None])  # [B, 1]
-        self.columns = token_columns(config, tree)
         # Nodes are numbered level by level; the spine's tokens come first, then the siblings'
         order = [*tree.spine, *tree.siblings]
         self.order = constant([order.index(node) for node in range(tree.size)])  # [M]
@@ -107,7 +106,7 @@ class WindowDrafting(Drafting):
     # -- drafts
 
     def begin(self, hidden: Tensor, root: Tensor, rows: Tensor, state: DecodeState) -> None:
-        """The first guesses: the root's distribution everywhere, or the root itself."""
+        """The first drafts, of the root's distribution everywhere."""
         kept: WindowState = state.drafting
         entry, slot = state.entry, state.entry.slot.long()
         assert entry.keys is not None
@@ -123,28 +122,13 @@ class WindowDrafting(Drafting):
         place = self.place[1:].expand(len(slot), -1)  # [A, W]
         probs = self.sampler(hidden[:, -1:], entry, 0).expand(-1, self.width, -1)  # [A, W, V]
         probs = self.force_row_ends(probs, place)
-        if self.tree.guess == "probs":
-            tokens = self.sample(probs, race_noise(keys, self.token), entry)
-        else:
-            guess = root[:, None].expand(-1, self.width)
-            guess = self.random(keys) if self.tree.guess == "random" else guess
-            tokens = self.force_tokens(guess, place)
-            probs = certain(probs, tokens)
-        kept.drafts.index_copy_(0, slot, tokens)
+        kept.drafts.index_copy_(0, slot, self.sample(probs, race_noise(keys, self.token), entry))
         if kept.q is not None:
             kept.q.index_copy_(0, slot, probs)
 
     def force_row_ends(self, probs: Tensor, place: Tensor) -> Tensor:
         """Distributions of codes [B, T, V], some of them another place's, for image tokens [B, T]: [B, T, V]."""
         return probs if self.grammar is None else self.grammar.force_probs(probs, place)
-
-    def force_tokens(self, tokens: Tensor, place: Tensor) -> Tensor:
-        """Guesses [B, T] as the grammar allows them for image tokens [B, T]: [B, T]."""
-        return tokens if self.grammar is None else self.grammar.force_tokens(tokens, place)
-
-    def random(self, keys: Tensor) -> Tensor:
-        """A token for each place [B, T] from its keys."""
-        return (keys[..., 0] * 16384 + keys[..., 1]) % self.config.vocab_size
 
     def draft(
         self, length: Tensor, uniform: Tensor, state: DecodeState
@@ -176,9 +160,14 @@ class WindowDrafting(Drafting):
             tokens = self.couple(probs, before, committed.uniform, state)
         else:
             tokens = self.draw(probs, place, state)
-        root = gather(committed.tokens, 1, committed.added[:, None] - 1)[:, 0]
-        seen = self.width + 1 - committed.added
-        self.keep(tokens, probs, root, count, seen, state)
+        self.keep(tokens, probs, state)
+
+    def keep(self, tokens: Tensor, probs: Tensor, state: DecodeState) -> None:
+        """Store the next drafts [B, W] and the distributions [B, W, V] that they were drawn from."""
+        kept: WindowState = state.drafting
+        kept.drafts.copy_(tokens)
+        if kept.q is not None:
+            kept.q.copy_(probs)
 
     def last(self, state: DecodeState) -> Tensor:
         """The last place whose distribution is one of codes [B, 1]: the one before it, where the last closes a row."""
@@ -208,47 +197,3 @@ class WindowDrafting(Drafting):
             torch.where(lost, probs, rest), other[..., None].contiguous(), state
         )
         return torch.where(stays, draft, drawn_anew[..., 0])
-
-    def keep(
-        self,
-        tokens: Tensor,  # [B, W] draws from their distributions
-        probs: Tensor,  # [B, W, V]
-        root: Tensor,  # [B] the next one
-        count: Tensor,  # [B] which image token it is
-        seen: Tensor,  # [B] places that a step has verified already; behind them are guesses
-        state: DecodeState,
-    ) -> None:
-        """Store the next drafts and their probs; a guess that was not drawn has probability 1."""
-        kept: WindowState = state.drafting
-        if self.tree.guess != "probs":
-            new = self.place[:-1] >= seen[:, None]  # [B, W]
-            tokens = torch.where(new, self.guess(tokens, root, count, seen, state), tokens)
-            probs = torch.where(new[..., None], certain(probs, tokens), probs)
-        kept.drafts.copy_(tokens)
-        if kept.q is not None:
-            kept.q.copy_(probs)
-
-    def guess(
-        self, tokens: Tensor, root: Tensor, count: Tensor, seen: Tensor, state: DecodeState
-    ) -> Tensor:
-        """A token for each place [B, W] by the window's rule of thumb."""
-        place = count[:, None] + self.place[1:]
-        if self.tree.guess == "random":
-            keys = gather_rows(state.drafting.keys, place.clamp(max=self.config.tokens - 1))
-            return self.force_tokens(self.random(keys), place)
-        known = torch.cat([root[:, None], tokens], 1)  # [B, W + 1], certain or seen up to `seen`
-        left = gather(known, 1, seen[:, None])  # [B, 1]
-        if self.tree.guess == "left":
-            return self.force_tokens(left.expand_as(place), place)
-        above = place - self.config.columns
-        ahead = above - count[:, None]  # from 0 on it is in the window itself
-        inside = gather(known, 1, torch.minimum(ahead.clamp(min=0), seen[:, None]))
-        index = self.image * self.columns + above.clamp(min=0)
-        final = state.tokens.index_select(0, index.flatten()).unflatten(0, place.shape)
-        guess = torch.where(above < 0, left, torch.where(ahead < 0, final, inside))
-        return self.force_tokens(guess, place)
-
-
-def certain(probs: Tensor, tokens: Tensor) -> Tensor:
-    """Distributions [B, T, V] with all their mass on one token [B, T] each."""
-    return torch.zeros_like(probs).scatter(2, tokens[..., None].long(), 1.0)
