@@ -1,9 +1,10 @@
 """How large the code is: lines a package, dataclasses, options of `generate`, and the files that one prompt enters.
 
-    python -m scripts.house            print every figure
-    python -m scripts.house --files    and name each file that `generate --prompt "a red apple"` enters
+    python -m scripts.house                   print every figure
+    python -m scripts.house --against main    and how many lines a package has gained since it left that branch
+    python -m scripts.house --files           and name each file that `generate --prompt "a red apple"` enters
 
-`tests/test_architecture.py` holds these figures to its budgets.
+`tests/test_architecture.py` holds these figures below its limits.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from scripts import ROOT
 
 PRODUCT = ("lantern_hpu", "backends", "graphs")
 PARTS = (*PRODUCT, "gaudi_emulator", "lantern_lab", "scripts", "docs")
+PYTHON, NATIVE, SCRIPT = (".py",), (".c", ".h"), (".js",)  # names of files end with
 
 # Runs `generate` and writes the project's files whose functions were entered, in any thread.
 TRACED = """
@@ -45,17 +47,31 @@ sys.exit(code)
 """
 
 
-def sources(part: str) -> list[Path]:
-    """The Python files of a package at the top of the repository; nothing behind a link counts twice."""
+def sources(part: str, endings: tuple[str, ...] = PYTHON, root: Path = ROOT) -> list[Path]:
+    """The files of a package at the top of the repository; nothing behind a link counts twice."""
     return [
         file
-        for folder, folders, names in os.walk(ROOT / part)
-        for file in (Path(folder) / name for name in names if name.endswith(".py"))
+        for folder, folders, names in os.walk(root / part)
+        for file in (Path(folder) / name for name in names if name.endswith(endings))
     ]
 
 
-def lines_of(part: str) -> int:
-    return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in sources(part))
+def lines_of(part: str, endings: tuple[str, ...] = PYTHON, root: Path = ROOT) -> int:
+    files = sources(part, endings, root)
+    return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
+
+
+def lines_since(branch: str) -> dict[str, int]:
+    """Lines of Python that each package gained since the commit at which the branches parted."""
+
+    def git(*words: str) -> bytes:
+        return subprocess.run(["git", *words], cwd=ROOT, check=True, capture_output=True).stdout
+
+    base = git("merge-base", "HEAD", branch).decode().strip()
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run(["tar", "-x", "-C", folder], input=git("archive", base), check=True)
+        before = {part: lines_of(part, root=Path(folder)) for part in (*PARTS, "tests")}
+    return {part: lines_of(part) - count for part, count in before.items()}
 
 
 def is_dataclass(node: ast.AST) -> bool:
@@ -103,9 +119,14 @@ def files_of_a_prompt() -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--files", action="store_true", help="name the files that a prompt enters")
+    parser.add_argument("--against", metavar="BRANCH", help="compare with where it was left")
     args = parser.parse_args()
+    gained = lines_since(args.against) if args.against else {}
     for part in (*PARTS, "tests"):
-        print(f"{part:<16}{lines_of(part):>7} lines, {dataclasses_of(part)} dataclasses")
+        change = f" ({gained[part]:+d})" if gained else ""
+        print(f"{part:<16}{lines_of(part):>7} lines{change}, {dataclasses_of(part)} dataclasses")
+    for name, endings in (("C", NATIVE), ("JavaScript", SCRIPT)):
+        print(f"{name:<16}{sum(lines_of(part, endings) for part in PRODUCT):>7}")
     folders = sorted(path.name for path in (ROOT / "lantern_hpu").iterdir() if path.is_dir())
     for name in folders:
         print(f"    {name:<12}{lines_of(f'lantern_hpu/{name}'):>7}")
