@@ -499,6 +499,9 @@ class LanternPipeline:
         if isinstance(condition, TokenConditioner):
             negatives = dict.fromkeys(r.negative for r in requests if r.negative is not None)
             notes += [(text, note) for text in negatives for note in condition.negative_notes(text)]
+            scales = {request.sampling.cfg_scale: request.prompt for request in requests}
+            found = ((text, condition.frame.guidance_note(s)) for s, text in scales.items())
+            notes += [(text, note) for text, note in found if note]
         return notes
 
     # -- drawing

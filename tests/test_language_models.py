@@ -6,6 +6,7 @@ The files are those of `scripts/checkpoints/language_models.py`; the loader does
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 import urllib.request
@@ -26,7 +27,7 @@ from lantern_hpu.backends import get_backend
 from lantern_hpu.backends.base import Fit
 from lantern_hpu.commands import convert, generate
 from lantern_hpu.decode.sampler import sampling_params
-from lantern_hpu.errors import OptionError
+from lantern_hpu.errors import OptionError, WeightsError
 from lantern_hpu.methods.request import Request, Sampling
 from lantern_hpu.methods.setting import Setting
 from lantern_hpu.models.config import DrafterConfig
@@ -50,6 +51,44 @@ EMU3, AUTHORS_EMU3 = "emu3", "emu3-authors"
 MODELS = (JANUS, HUB_JANUS, LUMINA, EMU3, AUTHORS_EMU3)
 SIDES = dict(zip(MODELS, (128, 128, 512, 64, 64), strict=True))  # pixels
 PROMPTS = ("a red apple on the tree", "dog", "the photo of a green house and a blue sky, " * 3)
+ANOLE, GLM = "anole", "glm-image"
+READERS = (*MODELS, ANOLE, "anole-hub", "lumina-mgpt-2.0", "simplear", "mammothmoda2", GLM)
+# Captions of the kinds that people write
+KINDS = (
+    "{}",
+    "a photo of 12 {}s, 35mm, f/1.8",
+    'a sign that reads "{}" (no. 3)',
+    "{}: [oil on canvas], 1889 & later; 100% real",
+    "A {} — painted by Joan Miró, 山の上で",
+    "the {}'s <b>shadow</b> at 5:30 p.m.",
+    "two\nlines of a {} 🍎, très joli",
+    "{} {{curly}} #hashtag @someone http://example.org/?q=1",
+    "IMG_2041.jpg {} reserved",
+    "  a {}, a/b\\c_d ~ $5.00 * 2 = ^10  ",
+)
+THINGS = (
+    "red apple",
+    "green house",
+    "dog",
+    "lighthouse",
+    "Mona Lisa",
+    "3d-printed owl",
+    "wombat wearing sunglasses",
+    "T. rex",
+    "café",
+    "ball",
+    "tree frog",
+    "x",
+    "robot holding a 'STOP' sign",
+    "Sydney Opera House",
+    "bowl of soup",
+    "chess board",
+    "map of the U.S.",
+    "cat",
+    "violin",
+    "blue sky",
+)
+CAPTIONS = [kind.format(thing) for kind in KINDS for thing in THINGS]
 
 
 def opened(folder: Path) -> ImageModel:
@@ -90,6 +129,34 @@ def greedy(folder: Path, prompts: Sequence[str], scale: float) -> Tensor:
     return torch.from_numpy(result.tokens)
 
 
+# ------------------------------------------------------------------------------------ Anole
+
+
+def anole_rows(folder: Path, prompt: str) -> tuple[list[int], list[int]]:
+    """The conditional and the unconditional row, by the published tokenizer and the ids of Chameleon's signs."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    words = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    return [0, *words, 8710, 8197], [0, 8197]
+
+
+@pytest.mark.slow
+def test_anole_draws_what_transformers_draws(public: Path) -> None:
+    """Each token of each picture is the best code by transformers' network over the same words and tokens."""
+    from transformers import ChameleonForConditionalGeneration
+
+    folder = public / ANOLE
+    model: Any = ChameleonForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+    drawn = greedy(folder, PROMPTS[:2], 3.0)
+    for prompt, tokens in zip(PROMPTS, drawn, strict=False):
+        image = tokens + 4
+        rows = anole_rows(folder, prompt)
+        logits = guided_rows(model.model, model.lm_head, rows, image.tolist(), 3.0)
+        assert torch.equal(logits[:, 4:8196].argmax(-1) + 4, image)
+        assert len(image.unique()) > 8
+
+
 # ------------------------------------------------------------------------------------ Janus-Pro
 
 
@@ -124,7 +191,93 @@ def test_janus_frames_a_prompt_token_for_token(public: Path) -> None:
         assert condition.frame.without(ids) == [want[0], *[100015] * (len(want) - 2), want[-1]]
 
 
-@pytest.mark.parametrize("name", [HUB_JANUS, LUMINA])
+@pytest.mark.parametrize("name", READERS)
+def test_tokens_of_a_caption_are_the_published_tokenizers(public: Path, name: str) -> None:
+    """No part of a caption is taken for a control token or an image code, but those that are written in it by name."""
+    from transformers import PreTrainedTokenizerFast
+
+    condition = opened(public / name).condition
+    assert isinstance(condition, TokenConditioner) and len(CAPTIONS) == 200
+    file = condition.frame.where / "tokenizer.json"
+    published = PreTrainedTokenizerFast(tokenizer_file=str(file))
+    for caption in CAPTIONS:
+        want = published(caption, add_special_tokens=False)["input_ids"]
+        assert condition.words(caption) == want, caption
+        assert condition.plain(caption) == caption
+
+
+def test_image_codes_in_a_prompt_are_text(public: Path) -> None:
+    """Chameleon's have names of letters alone, and are no special tokens of its tokenizer."""
+    condition = opened(public / ANOLE).condition
+    assert isinstance(condition, TokenConditioner)
+    vocabulary = condition.tokenizer.get_vocab()
+    assert {vocabulary["IMGIMGAZ"], vocabulary["IMGIMGIBJBZ"]} == {4, 8195}
+    named = set(condition.tokenizer.added_tokens_decoder)
+    assert condition.control == named | set(range(4, 8196))
+
+
+# Of a config.json: where each family has what it says of its network, and settings that change the arithmetic
+NETWORKS = {
+    ANOLE: "",
+    LUMINA: "",
+    "lumina-mgpt-2.0": "",
+    HUB_JANUS: "text_config",
+    EMU3: "text_config",
+}
+NETWORKS |= {AUTHORS_EMU3: "", "simplear": "", "mammothmoda2": "llm_config.text_config"}
+NETWORKS |= {"glm-image/vision_language_encoder": "text_config", "llamagen-t2i-512": ""}
+CHANGES = {
+    "hidden_act": "gelu",
+    "swin_norm": True,
+    "rope_scaling": {"type": "linear", "factor": 2.0},
+    "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4},
+    "use_sliding_window": True,
+    "sliding_window": 512,
+    "layer_types": ["full_attention", "sliding_attention"],
+    "head_dim": 24,
+    "num_key_value_heads": 3,
+    "logit_scale": 0.0625,
+    "final_logit_softcapping": 30.0,
+    "embedding_multiplier": 12.0,
+}
+SIZES_READ = {
+    "glm-image/vision_language_encoder",
+    "llamagen-t2i-512",
+}  # of heads, in a way of their own
+
+
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    mostly_slow(
+        [(name, setting) for name in NETWORKS for setting in CHANGES],
+        *((name, "swin_norm") for name in NETWORKS),
+        *(("simplear", setting) for setting in CHANGES),
+    ),
+)
+def test_what_changes_the_arithmetic_is_refused_by_its_name(
+    public: Path, tmp_path: Path, name: str, setting: str
+) -> None:
+    if name in SIZES_READ and setting in ("head_dim", "num_key_value_heads"):
+        return
+    whole, _, part = name.partition("/")
+    folder = tmp_path / whole
+    shutil.copytree(public / whole, folder, copy_function=os.symlink)
+    file = folder / part / "config.json"
+    about = json.loads(file.read_text())
+    network = about
+    for key in filter(None, NETWORKS[name].split(".")):
+        network = network[key]
+    network[setting] = CHANGES[setting]
+    if setting == "sliding_window":  # which has no effect beside a `false`
+        network.pop("use_sliding_window", None)
+    file.unlink()
+    file.write_text(json.dumps(about))
+    shown = "rope_type" if setting.startswith("rope") else setting
+    with pytest.raises(WeightsError, match=f"{shown} is .*, where .* is known"):
+        open_model(find_parts(str(folder)))
+
+
+@pytest.mark.parametrize("name", [HUB_JANUS, LUMINA, ANOLE, EMU3, GLM])
 def test_names_of_control_tokens_and_image_codes_in_a_prompt_are_text(
     public: Path, name: str
 ) -> None:

@@ -30,6 +30,7 @@ from tests.test_language_models import (
     lumina_state,
     obeys,
     opened,
+    pipeline_of,
 )
 
 NAME, SCALE, SIDE = "lumina-mgpt-2.0", 4.0, 64
@@ -95,6 +96,21 @@ def test_a_prompt_begins_as_the_tokenizer_says(
     for place in (folder, tmp_path / "ours"):
         condition: Any = opened(place).condition
         assert condition.frame.ids("red")[0] == first
+
+
+@pytest.mark.parametrize(
+    ("scale", "differs"), [(4.0, False), (1.0, False), (2.0, True), (7.5, True)]
+)
+def test_guidance_that_the_authors_sampler_changes_has_a_note(
+    public: Path, scale: float, differs: bool
+) -> None:
+    """It draws with max(4, scale (1 - drawn / total)), but for 1; here a scale holds for every token."""
+    requests = [Request(prompt, 0, Sampling(scale)) for prompt in PROMPTS]
+    notes = pipeline_of(public / NAME).notes(requests)
+    wanted = (
+        f"guidance is {scale:g} for every token; the authors' sampler takes max(4, {scale:g} (1"
+    )
+    assert [note.startswith(wanted) for _, note in notes] == [True] * differs
 
 
 @torch.no_grad()

@@ -57,8 +57,65 @@ def check_known(checkpoint: Checkpoint, *settings: tuple[str, Any, Any]) -> None
     """Raise a WeightsError unless each setting, a name and a value, has the value that is known."""
     for name, value, known in settings:
         if value != known:
-            why = f"{name} is {value}, where {known} is known"
-            raise WeightsError(f"{checkpoint.path} is of an unknown format", why)
+            raise unknown_setting(checkpoint, name, value, (known,))
+
+
+def unknown_setting(
+    checkpoint: Checkpoint, name: str, value: object, known: Sequence[object]
+) -> WeightsError:
+    why = f"{name} is {value}, where {' or '.join(map(str, known))} is known"
+    return WeightsError(f"{checkpoint.path} is of an unknown format", why)
+
+
+# What a config.json may say that changes the arithmetic of a transformer, and what of it is computed here. Sizes, the
+# epsilon of norms, the base and kind of rotary positions and ties are read; biases and norms are tensors.
+ARITHMETIC: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "hidden_activation": ("silu", "swish"),
+    "swin_norm": (False,),
+    "parallel_residual": (False,),
+    "partial_rotary_factor": (1.0,),
+    "use_sliding_window": (False,),
+    "attn_logit_softcapping": (),
+    "final_logit_softcapping": (),
+    "query_pre_attn_scalar": (),
+    "attention_multiplier": (),
+    "clip_qkv": (),
+    "logit_scale": (1.0,),
+    "logits_scaling": (1.0,),
+    "embedding_multiplier": (1.0,),
+    "residual_multiplier": (1.0,),
+}
+ROPE_TYPES = (
+    "default",
+    "mrope",
+)  # of which the second is the first where all axes have one position
+
+
+def check_arithmetic(
+    checkpoint: Checkpoint, about: Mapping[str, Any], read: Sequence[str] = ()
+) -> None:
+    """Raise a WeightsError for a setting of a config.json that changes the arithmetic and is not computed here.
+
+    Args:
+        read: settings that the family reads itself.
+    """
+    ropes = [about.get(name) or {} for name in ("rope_scaling", "rope_parameters")]
+    for name, known in ARITHMETIC.items():
+        for said in (about, *ropes):
+            value = said.get(name)
+            if value is not None and value not in known and name not in read:
+                raise unknown_setting(checkpoint, name, value, known or ("nothing",))
+    for rope in ropes:
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind not in ROPE_TYPES:
+            raise unknown_setting(checkpoint, "rope_type", kind, ROPE_TYPES)
+    layers = set(about.get("layer_types") or ()) - {"full_attention"}
+    if layers:
+        raise unknown_setting(checkpoint, "layer_types", sorted(layers), ("full_attention",))
+    window = about.get("sliding_window")
+    if window is not None and about.get("use_sliding_window") is None:
+        raise unknown_setting(checkpoint, "sliding_window", window, ("nothing",))
 
 
 def llama_config(
@@ -77,13 +134,20 @@ def llama_config(
         head_dim, norm_eps, rope_base: where config.json does not say them (of heads, their number).
         sizes: what else the family has.
     """
+    check_arithmetic(checkpoint, about)
     layer, rope = f"{model}layers.0.", about.get("rope_parameters") or {}
     rows, dim = checkpoint.shapes[f"{model}embed_tokens.weight"]
     heads = int(about.get("num_attention_heads", dim // head_dim))
+    kv_heads = checkpoint.shapes[f"{layer}self_attn.k_proj.weight"][0] * heads // dim
+    check_known(
+        checkpoint,
+        ("head_dim", about.get("head_dim") or dim // heads, dim // heads),
+        ("num_key_value_heads", about.get("num_key_value_heads") or kv_heads, kv_heads),
+    )
     base = rope.get("rope_theta", rope_base)  # transformers 5 moved it there
     usual: dict[str, Any] = {
         "layers": int(about.get("num_hidden_layers", 0)) or checkpoint.count(f"{model}layers."),
-        "kv_heads": checkpoint.shapes[f"{layer}self_attn.k_proj.weight"][0] * heads // dim,
+        "kv_heads": kv_heads,
         "ffn_dim": checkpoint.shapes[f"{layer}mlp.gate_proj.weight"][0],
         "prefix": PROMPT_POSITIONS,
         "norm_eps": float(about.get("rms_norm_eps", norm_eps)),
@@ -112,8 +176,8 @@ def llama_recipe(
     """
     rows = drawn = None
     if order is not None:
-        first, rows = order.first[0][0], order.stretches(config.embed_rows or 0)
-        drawn = ((first, first + config.codes), *order.first[1:])
+        rows = order.stretches(config.embed_rows or 0)
+        drawn = order.drawn(config.codes)
     recipe = {
         "target.embed.weight": take(*(tables or [f"{model}embed_tokens.weight"]), rows=rows),
         "target.norm.weight": take(f"{model}norm.weight"),

@@ -16,7 +16,13 @@ from lantern_hpu.errors import WeightsError
 from lantern_hpu.files import reading
 from lantern_hpu.methods.request import Sampling
 from lantern_hpu.models.config import ConditionConfig, TransformerConfig
-from lantern_hpu.models.families.base import Family, Published, check_known, llama_recipe
+from lantern_hpu.models.families.base import (
+    Family,
+    Published,
+    check_arithmetic,
+    check_known,
+    llama_recipe,
+)
 from lantern_hpu.models.files.checkpoint import Checkpoint, Recipe, folder_of, take
 from lantern_hpu.models.files.names import Parts
 from lantern_hpu.ops.grammar import NEVER
@@ -46,10 +52,9 @@ def glm_image_config(checkpoint: Checkpoint, about: dict[str, Any]) -> Transform
     rows, dim = checkpoint.shapes[TEXT + "embed_tokens.weight"]
     head_dim = dim // heads
     vocabulary = checkpoint.shapes["lm_head.weight"][0]
+    check_arithmetic(checkpoint, text, read=("partial_rotary_factor",))
     check_known(
         checkpoint,
-        ("text_config.hidden_act", text.get("hidden_act", "silu"), "silu"),
-        ("text_config.rope_parameters.rope_type", rope.get("rope_type", "default"), "default"),
         ("image_start_token_id", int(about["image_start_token_id"]), codes),
         ("text_config.vision_vocab_size", text.get("vision_vocab_size", vocabulary), vocabulary),
     )

@@ -32,7 +32,9 @@ KIND = "mammothmoda2_qwen2_5_vl"  # of `llm_config`; the later model on Qwen3-VL
 WORDS, IMAGE_TOKENS, CODES = 152064, 32800, 16384
 PIXELS = 32  # along a code, as the authors draw 1024 x 1024 from 32 x 32 codes
 GRID = (32, 32)  # where no size is asked for
-GUIDANCE = 7.0
+GUIDANCE = (
+    6.0  # of the published command; the README's other figure reaches its text processor alone
+)
 SAMPLING = {"mammothmoda2": Sampling(GUIDANCE, 1.0, 2048, 1.0)}
 GENERATION = "t2i_generation_config.json"
 MODEL = "llm_model.model.language_model."
@@ -61,7 +63,6 @@ def mammothmoda2_config(checkpoint: Checkpoint, about: dict[str, Any]) -> Transf
         ("the table of words", words[0], WORDS),
         ("the table of image tokens", checkpoint.shapes[TABLES[1]][0], IMAGE_TOKENS),
         ("text_config.gen_vocab_start_index", text.get("gen_vocab_start_index") or WORDS, WORDS),
-        ("text_config.hidden_act", text.get("hidden_act", "silu"), "silu"),
         ("text_config.moe_type", said, said if moe else f"ffn-N:{layers}"),
     )
     assert moe is not None

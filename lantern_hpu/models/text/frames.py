@@ -34,6 +34,11 @@ class TokenOrder:
             start = end
         return (*self.first, *rest)
 
+    def drawn(self, codes: int) -> tuple[tuple[int, int], ...]:
+        """The tokens that a picture of so many codes is made of: the codes, and what closes a row."""
+        first, _ = self.first[0]
+        return ((first, first + codes), *self.first[1:])
+
     def row(self, token: int, rows: int) -> int:
         before = 0
         for begin, end in self.stretches(rows):
@@ -122,6 +127,10 @@ class Frame:
         words = self.words(self.negative if negative is None else negative)
         return [*self.before, *words[: self.room], *self.after]
 
+    def guidance_note(self, scale: float) -> str:
+        """How the authors' sampler differs at a guidance scale; empty where it does not."""
+        return ""
+
     def notes(self, prompt: str, negative: bool = False) -> list[str]:
         """What is cut of a prompt, or of a negative one, which is not framed."""
         more = len(self.words(prompt if negative else self.text(prompt))) - self.room
@@ -201,6 +210,7 @@ class Lumina2Frame(LuminaFrame):
     END, TURN = "<|endoftext|>", "<reserved08706>"
     IMAGE, ROW_END = 151665, 151670  # what begins an image, and what closes a row of it
     CODES = (155000, 171384)  # from and to
+    GUIDANCE = 4.0  # the least that the authors' sampler draws with, but for 1
     special = {END: None, TURN: None}
     order: TokenOrder = TokenOrder((CODES, (ROW_END, ROW_END + 1)))
     pad = 0
@@ -218,6 +228,12 @@ class Lumina2Frame(LuminaFrame):
 
     def image_tokens(self) -> list[int]:
         return [self.id[self.TURN], self.IMAGE]
+
+    def guidance_note(self, scale: float) -> str:
+        if scale in (1.0, self.GUIDANCE):
+            return ""
+        theirs = f"max({self.GUIDANCE:g}, {scale:g} (1 - drawn / total))"
+        return f"guidance is {scale:g} for every token; the authors' sampler takes {theirs}"
 
 
 class JanusFrame(Frame):

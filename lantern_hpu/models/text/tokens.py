@@ -68,9 +68,9 @@ class TokenConditioner(Conditioner):
         self.tokenizer, self.frame, self.embed = tokenizer, frame, embed
         self.word_table, self.to_device = word_table, to_device
         self.width = frame.config.prefix
-        codes = frame.order.first if frame.order is not None else ()
+        drawn = frame.order.drawn(frame.config.codes) if frame.order is not None else ()
         self.control = set(getattr(tokenizer, "added_tokens_decoder", ()))  # and image codes
-        self.control.update(*(range(*stretch) for stretch in codes))
+        self.control.update(*(range(*stretch) for stretch in drawn))
         self.others: dict[TransformerConfig, TokenConditioner] = {}  # of other sizes
 
     def sized(self, config: TransformerConfig) -> TokenConditioner:
