@@ -68,8 +68,9 @@ class LanternError(Exception):
 
     in_python = False  # whether it names Python's arguments in place of options
 
-    def __init__(self, what: str, why: str = "", hint: str = "") -> None:
-        self.what, self.why, self.hint = what, why, hint
+    def __init__(self, what: str, why: str = "", hint: str = "", field: str = "") -> None:
+        """`field` is that of a request or of options which is refused, where it is a single one."""
+        self.what, self.why, self.hint, self.field = what, why, hint, field
         super().__init__(what)
 
     def __str__(self) -> str:
@@ -213,7 +214,8 @@ def nearest_keyword(function: Callable[P, T]) -> Callable[P, T]:
 def require(holds: bool, name: str, value: object, allowed: str) -> None:
     """Raise an OptionError that names the option, its value and the allowed ones."""
     if not holds:
-        raise OptionError(f"{name} is {value}", f"allowed: {allowed}")
+        field = name.lstrip("-").partition(" ")[0].replace("-", "_")  # of `--relax k`, `relax`
+        raise OptionError(f"{name} is {value}", f"allowed: {allowed}", field=field)
 
 
 def option(

@@ -60,7 +60,7 @@ from lantern_hpu.serve.decoder import (
 from lantern_hpu.serve.menu import ONE_SHAPE
 from lantern_hpu.serve.options import ServeOptions
 from lantern_hpu.serve.process import Protocol, Server
-from lantern_hpu.serve.protocol import ApiError
+from lantern_hpu.serve.protocol import ApiError, ImagesRequest
 
 DEFAULT_TIMEOUT_CONFIG.read = DEFAULT_TIMEOUT_CONFIG.connect = 120.0  # a busy machine is no failure
 
@@ -610,6 +610,57 @@ def test_what_cannot_be_honoured_is_refused_with_what_can(
     }
     assert says in error["message"] and "--cfg" not in error["message"]
     assert error["param"] in (None, *fields, "prompt")
+
+
+# Of each field of a request; a relaxation's text may hold the name of another field
+BAD_VALUES: dict[str, list[Any]] = {
+    "prompt": ["", "\u0001", " "],
+    "negative_prompt": ["x", 5],
+    "model": ["foo"],
+    "n": [0, 11, "a"],
+    "size": ["5x5"],
+    "seed": [-1, 2**63 - 1, 2**63],
+    "stream": ["yes"],
+    "partial_images": [1, -1],
+    "response_format": ["x"],
+    "output_format": ["gif"],
+    "output_compression": [50, 101],
+    "quality": ["x"],
+    "style": ["x"],
+    "background": ["x"],
+    "moderation": ["x"],
+    "method": ["eagle", "foo"],
+    "tree": ["broad_7", "method"],
+    "window": ["9", "tree", 0],
+    "relax": [
+        "foo",
+        "tv=9",
+        "seed",
+        "omega=1:k=4",
+        "tree",
+        "k=4096",
+        "gsd:ranks=99",
+        "top_k",
+        "delta=0.1:k=1000",
+    ],
+    "cfg_scale": [0.5, 1000],
+    "temperature": [50, -1],
+    "top_k": [-1, 10**9],
+    "top_p": [2, 0],
+}
+
+
+def test_every_refusal_names_the_field_that_was_sent(server: Running) -> None:
+    assert set(BAD_VALUES) == set(ImagesRequest.model_fields) - {"user"}  # which is not looked at
+    for method in ("lantern++", "ar", "eagle2"):
+        for field, values in BAD_VALUES.items():
+            for value in values:
+                body = {"prompt": "cat", "method": method, field: value}
+                answer = post_body(server, json.dumps(body))
+                assert answer.status_code in (400, 404), body
+                error = answer.json()["error"]
+                assert error["param"] == field, (body, error)
+                assert "--" not in error["message"].replace("has --", ""), (body, error)
 
 
 @pytest.mark.parametrize(

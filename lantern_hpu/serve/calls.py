@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Collection, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,7 +59,8 @@ def read_call(asked: ImagesRequest, menu: Menu) -> Call:
         if given.get("top_k", 0) > menu.vocabulary:
             raise refuse("top_k", given["top_k"], f"0 (off) to {menu.vocabulary}")
         sampling = replace(menu.sampling, **{n: given[n] for n in SAMPLED if n in given})
-        setting = read_setting(given, served.setting, menu)
+        with of_field("relax"):
+            setting = read_setting(given, served.setting, menu)
         seed = given.get("seed", secrets.randbelow(1 << 53))
         if seed > MAX_SEED - count:
             raise refuse("seed", seed, f"0 to {MAX_SEED - count}")
@@ -72,7 +74,7 @@ def read_call(asked: ImagesRequest, menu: Menu) -> Call:
         need = menu.spec_of(requests[0], setting.tree)
         check_graph(need, served, given)
     except LanternError as error:
-        raise translated(error, given) from error
+        raise translated(error) from error
     idle = [name for name in IDLE_FIELDS if given.get(name, "auto") != "auto"]
     warnings = (f"{', '.join(idle)} had no effect",) if idle else ()
     kinds = (sent,) if sent else ("b64_json", "url")
@@ -165,12 +167,20 @@ def check_graph(need: Spec, served: Served, given: Mapping[str, Any]) -> None:
         raise refuse(field, given.get(field), values)
 
 
-def translated(error: LanternError, given: Collection[str] = ()) -> ApiError:
-    """An error of options, whose names are those of a command line, as one of the fields that were given."""
+@contextmanager
+def of_field(name: str) -> Iterator[None]:
+    """An error within is of this field of the request."""
+    try:
+        yield
+    except LanternError as error:
+        error.field = name
+        raise
+
+
+def translated(error: LanternError) -> ApiError:
+    """An error of options, whose names are those of a command line, as one of the request's field."""
     text = re.sub(
         r"--([a-z][a-z-]*)", lambda m: m[1].replace("-", "_"), " ".join(str(error).split())
     )
-    named = [name for name in ImagesRequest.model_fields if re.search(rf"\b{name}\b", text)]
-    usual = "relax" if "relax" in given else None
-    best = max(named, key=lambda name: (name in given, len(name)), default=usual)
-    return ApiError(400, text, best, "invalid_value")
+    field = error.field if error.field in ImagesRequest.model_fields else None
+    return ApiError(400, text, field, "invalid_value")

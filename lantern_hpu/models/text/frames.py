@@ -378,7 +378,8 @@ def takes_negative(condition: ConditionConfig) -> bool:
 def no_negative(model: str) -> OptionError:
     """Why a model is given no negative prompt."""
     why = f"{model} reads no negative prompt: its guidance is against an empty prompt"
-    return OptionError("--negative-prompt cannot be used", why, "leave it out")
+    what = "--negative-prompt cannot be used"
+    return OptionError(what, why, "leave it out", field="negative_prompt")
 
 
 def code_name(code: int) -> str:
