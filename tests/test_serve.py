@@ -22,6 +22,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import h11
 import httpx
 import jsonschema
 import numpy as np
@@ -61,6 +62,7 @@ from lantern_hpu.serve.menu import ONE_SHAPE
 from lantern_hpu.serve.options import ServeOptions
 from lantern_hpu.serve.process import Protocol, Server
 from lantern_hpu.serve.protocol import ApiError, ImagesRequest
+from lantern_hpu.serve.stderr import KEPT, Unhurried
 
 DEFAULT_TIMEOUT_CONFIG.read = DEFAULT_TIMEOUT_CONFIG.connect = 120.0  # a busy machine is no failure
 
@@ -100,8 +102,7 @@ def served(options: ServeOptions) -> Iterator[Running]:
     pipeline = LanternPipeline.from_pretrained(options.model)
     decoder = DecodeThread(pipeline, options)
     app = make_app(options, lambda: decoder)
-    listening = socket.socket()
-    listening.bind(("127.0.0.1", 0))
+    listening = process.listen("127.0.0.1", 0)
     port = listening.getsockname()[1]
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="on", http=Protocol))
     thread = threading.Thread(target=server.run, args=([listening],))
@@ -589,9 +590,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+KIND = {"Content-Type": "application/json"}
+
+
 def post_body(server: Running, body: str | bytes, **headers: str) -> httpx.Response:
-    kind = {"Content-Type": "application/json"} | headers
-    return httpx.post(server.url + PATH, content=body, headers=kind, timeout=300)
+    return httpx.post(server.url + PATH, content=body, headers=KIND | headers, timeout=300)
 
 
 @pytest.mark.parametrize(("fields", "says"), BAD, ids=lambda value: str(value)[:40])
@@ -739,8 +742,63 @@ def test_a_client_that_does_not_read_is_dropped_and_one_that_reads_is_not(
     pytest.fail("it was not dropped")
 
 
+def test_a_body_in_tiny_chunks_costs_no_more_than_one_of_a_proper_size(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted in events of h11, whatever else has come already; and the answer says why."""
+    events, real = list[Any](), h11.Connection.next_event
+
+    def next_event(self: h11.Connection) -> Any:
+        events.append(real(self))
+        return events[-1]
+
+    monkeypatch.setattr(h11.Connection, "next_event", next_event)
+    head, chunk = (*HEAD, "Transfer-Encoding: chunked", "", ""), "1\r\n \r\n"
+    with connection(server, *head) as made:
+        made.sendall(chunk.encode() * 30_000)
+        answer = b""
+        with suppress(ConnectionResetError):  # what it did not read was on its way
+            while part := made.recv(4096):
+                answer += part
+    assert len(events) <= process.CHUNKS + 3
+    assert sum(isinstance(event, h11.Data) for event in events) == process.CHUNKS + 1
+    with connection(server, *head[:-1], chunk * (process.CHUNKS + 1)) as made:
+        answer = b"".join(iter(lambda: made.recv(4096), b""))
+    assert answer.startswith(b"HTTP/1.1 400") and b"more than 256 chunks" in answer
+    body = json.dumps({"prompt": "cat", "n": 0}).ljust(process.CHUNKS)
+    for _ in range(2):  # they are counted for each body
+        answers = httpx.post(
+            server.url + PATH, content=iter([c.encode() for c in body]), headers=KIND
+        )
+        assert "greater than" in answers.json()["error"]["message"]
+
+
+def test_a_request_with_two_lengths_is_refused_and_its_connection_closed(server: Running) -> None:
+    """What a proxy takes for its body is no request of its own."""
+    inner = "GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    for path in (HEAD[0], "GET /livez HTTP/1.1", "POST /nothing HTTP/1.1"):
+        head = (path, *HEAD[1:], f"Content-Length: {5 + len(inner)}", "Transfer-Encoding: chunked")
+        with connection(server, *head, "", "0", "", inner) as made:
+            answer = b"".join(iter(lambda: made.recv(4096), b""))  # until it is closed
+        assert answer.count(b"HTTP/1.1 ") == 1 and answer.startswith(b"HTTP/1.1 400")
+        assert b'"invalid_framing"' in answer
+
+
+def test_answers_are_sent_at_once(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once the client has acknowledged the head, which it puts off for 40 ms."""
+    seen, real = list[int](), Protocol.connection_made
+
+    def connection_made(self: Protocol, transport: Any) -> None:
+        connected = transport.get_extra_info("socket")
+        seen.append(connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        real(self, transport)
+
+    monkeypatch.setattr(Protocol, "connection_made", connection_made)
+    assert httpx.get(server.url + "/livez").status_code == 200 and seen == [1]
+
+
 def test_a_body_of_many_unknown_fields_is_one_error(server: Running) -> None:
-    body = json.dumps({"prompt": "cat"} | {f"f{i}": 0 for i in range(80_000)})
+    body = json.dumps({"prompt": "cat"} | {f"f{i}": 0 for i in range(9_000)})
     answer = post_body(server, body)
     assert answer.status_code == 400 and "more than 64 fields" in answer.json()["error"]["message"]
 
@@ -1219,6 +1277,9 @@ def test_a_key_is_asked_for_where_there_is_one(model: Path) -> None:
         right = openai.OpenAI(base_url=running.url + "/v1", api_key="secret")
         assert right.images.generate(prompt="cat").data
         assert httpx.get(running.url + "/readyz").status_code == 200  # probes have no key
+        assert httpx.get(running.url + "/v1/models").status_code == 401
+        with connection(running, *HALF) as made:  # who has none is not waited for
+            assert made.recv(4096).startswith(b"HTTP/1.1 401")
 
 
 # The process
@@ -1337,6 +1398,46 @@ def test_a_server_whose_stderr_is_gone_ends_when_it_is_asked(
     ending = Server(uvicorn.Config(server.app), server.decoder, 1.0)
     ending.drain(signal.SIGTERM)
     assert ending.should_exit
+
+
+def test_what_nobody_reads_on_stderr_holds_no_answer_up(model: Path) -> None:
+    """Nor the end. A pipe takes 64 KiB."""
+    command = [sys.executable, "-m", "lantern_hpu", "serve", "--model", str(model), "--port", "0"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen([*command, "--methods", "ar"], cwd=ROOT, stderr=pipe) as child:
+        assert child.stderr is not None
+        url = next(line for line in child.stderr if line.startswith(b"http://")).split()[0].decode()
+        try:
+            with httpx.Client(timeout=30) as client:
+                for _ in range(600):
+                    answer = client.post(url + PATH, json={"prompt": "x", "n": 0})
+                    assert answer.status_code == 400
+            child.send_signal(signal.SIGTERM)
+            assert child.wait(30) == 0
+        finally:
+            child.kill()
+        unread = child.stderr.read()
+    assert len(unread) > 60_000 and unread.count(b"\n") < 600
+
+
+def test_texts_for_stderr_wait_for_a_reader_and_are_bounded() -> None:
+    reading, writing = os.pipe()
+    with open(reading, "rb") as reader, open(writing, "wb", 0) as pipe:
+        stream = Unhurried(pipe.fileno(), "ascii")
+        for i in range(10_000):
+            assert stream.write(f"{i} \u00e4".ljust(99) + "\n") == 100
+            stream.flush()
+        assert stream.waiting.qsize() <= KEPT
+        read = [reader.readline() for _ in range(KEPT // 2)]  # so that there is room
+        stream.write("later\n")
+        while read[-1] != b"later\n":
+            read.append(reader.readline())
+        stream.close()
+        assert not stream.waiting.unfinished_tasks and stream.write("never") == 0
+    lost = [int(line[1:].split()[0]) for line in read if b"are lost" in line]
+    numbers = [int(line.split()[0]) for line in read if b" \\xe4 " in line]
+    assert numbers == sorted(set(numbers)) and numbers[0] == 0
+    assert sum(lost) == 10_000 - len(numbers) > 0 and len(numbers) >= KEPT
 
 
 def test_the_first_process_of_a_container_ends_at_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from lantern_hpu.errors import exit_code, require
 from lantern_hpu.methods.setting import FORM, METHODS
 from lantern_hpu.models.files.names import Given
 from lantern_hpu.serve.options import FILTERS, ServeOptions, names, picture_sizes
+from lantern_hpu.serve.stderr import unhurried_stderr
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -84,4 +85,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return serve(asked, args.host, args.port)
 
-    return exit_code(command)
+    with unhurried_stderr():
+        return exit_code(command)

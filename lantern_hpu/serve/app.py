@@ -10,7 +10,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
@@ -32,7 +32,8 @@ with needing("fastapi", "the server is built on it", "serve"):
     from fastapi.exceptions import RequestValidationError
     from fastapi.openapi.utils import get_openapi
     from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
-    from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+    from fastapi.routing import APIRoute
+    from fastapi.security import HTTPBearer
     from pydantic.json_schema import models_json_schema
     from starlette.datastructures import Headers, MutableHeaders
     from starlette.exceptions import HTTPException
@@ -56,8 +57,29 @@ HEADERS = {
     "X-Frame-Options": "DENY",
 }
 log = logging.getLogger("lantern_hpu.serve")
-router = APIRouter()
 bearer = HTTPBearer(auto_error=False)
+
+
+class Keyed(APIRoute):
+    """A route for those who have the key, where there is one: no body of others is read."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The endpoint behind the key; raises an ApiError in front of it."""
+        handle = super().get_route_handler()
+
+        async def checked(request: Request) -> Response:
+            wanted, given = request.app.state.options.api_key, await bearer(request)
+            sent = given.credentials if given else ""
+            if wanted and not secrets.compare_digest(sent.encode(), wanted.encode()):
+                headers = {"WWW-Authenticate": "Bearer"}
+                raise ApiError(401, NO_KEY, None, "invalid_api_key", headers)
+            return await handle(request)
+
+        return checked
+
+
+router = APIRouter()
+keyed = APIRouter(route_class=Keyed, dependencies=[Security(bearer)])  # as the schema says it
 
 
 class Record:
@@ -135,11 +157,14 @@ class Guard:
                 record.write()
 
     def check(self, scope: Scope, headers: Headers) -> None:
-        """Raise an ApiError where a foreign web page may have sent the request through a browser.
+        """Raise an ApiError where a request may hide another, or a foreign web page may have sent it through a browser.
 
-        A name that is not ours may have been pointed here (DNS rebinding), and what is not JSON a browser sends to any
-        host without asking it first.
+        Where two headers say how long a body is, a proxy may go by the other one. A name that is not ours may have been
+        pointed here (DNS rebinding), and what is not JSON a browser sends to any host without asking it first.
         """
+        if "content-length" in headers and "transfer-encoding" in headers:
+            what = "Content-Length and Transfer-Encoding exclude each other; send one of them"
+            raise ApiError(400, what, None, "invalid_framing", {"Connection": "close"})
         host = ", ".join(headers.getlist("host"))
         if not known_host(host, scope["app"].state.options.allow_host):
             what = f"this server does not answer to the host {host[:100]!r}"
@@ -208,7 +233,8 @@ def make_app(options: ServeOptions, load: Callable[[], DecodeThread]) -> FastAPI
     pages = dict[str, Any](docs_url=None, redoc_url=None)  # they load scripts from elsewhere
     app = FastAPI(title="lantern_hpu", version=__version__, lifespan=lifespan, **pages)
     app.state.options, app.state.files = options, dict[str, tuple[float, bytes]]()
-    app.include_router(router)
+    for each in (router, keyed):
+        app.include_router(each)
     app.add_middleware(Guard)
     for kind in (RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, answer_error)
@@ -246,24 +272,12 @@ async def answer_error(request: Request, error: Exception) -> Response:
     return JSONResponse(error.body(), error.status_code, headers=error.headers)
 
 
-def check_key(
-    request: Request, given: Annotated[HTTPAuthorizationCredentials | None, Security(bearer)]
-) -> None:
-    """Raise an ApiError unless the caller has the key, where there is one."""
-    wanted = request.app.state.options.api_key
-    sent = given.credentials if given else ""
-    if wanted and not secrets.compare_digest(sent.encode(), wanted.encode()):
-        headers = {"WWW-Authenticate": "Bearer"}
-        raise ApiError(401, NO_KEY, None, "invalid_api_key", headers)
-
-
 def decoder_of(request: Request) -> DecodeThread:
     decoder: DecodeThread = request.app.state.decoder
     return decoder
 
 
 TheDecoder = Annotated[DecodeThread, Depends(decoder_of)]
-WITH_KEY = [Depends(check_key)]
 
 
 def errors(statuses: dict[int, str]) -> dict[int | str, dict[str, Any]]:
@@ -305,7 +319,7 @@ async def metrics(decoder: TheDecoder) -> Response:
     return Response(decoder.metrics.text(), media_type=kind)
 
 
-@router.get("/v1/models", dependencies=WITH_KEY, responses=errors({401: NO_KEY}))
+@keyed.get("/v1/models", responses=errors({401: NO_KEY}))
 async def models(decoder: TheDecoder) -> protocol.ModelList:
     """The model by each of its names, with the methods that requests may name."""
     menu = decoder.menu
@@ -324,9 +338,7 @@ async def models(decoder: TheDecoder) -> protocol.ModelList:
     return protocol.ModelList(data=[card.model_copy(update={"id": n}) for n in menu.names])
 
 
-@router.get(
-    "/v1/models/{name:path}", dependencies=WITH_KEY, responses=errors({404: "another model"})
-)
+@keyed.get("/v1/models/{name:path}", responses=errors({404: "another model"}))
 async def one_model(name: str, decoder: TheDecoder) -> protocol.ModelCard:
     """The model, if that is one of its names."""
     check_name(name, decoder.menu)
@@ -391,12 +403,7 @@ FAILURES = errors(
 )
 
 
-@router.post(
-    IMAGES,
-    dependencies=WITH_KEY,
-    response_model=protocol.ImagesResponse,
-    responses=STREAMED | FAILURES,
-)
+@keyed.post(IMAGES, response_model=protocol.ImagesResponse, responses=STREAMED | FAILURES)
 async def generate_images(
     asked: protocol.ImagesRequest, request: Request, decoder: TheDecoder
 ) -> protocol.ImagesResponse | Response:

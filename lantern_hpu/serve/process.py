@@ -29,6 +29,7 @@ from lantern_hpu.serve.options import MAX_N, ServeOptions
 from lantern_hpu.workers import connect, share_of
 
 with needing("uvicorn", "the server runs in it", "serve"):
+    import h11
     import uvicorn
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -37,11 +38,14 @@ HURRY = 1  # the same after a second signal
 HEAD_SECONDS = 10.0  # in which the head of a request has to arrive
 READ_SECONDS = 30.0  # in which a client has to read some of what it was sent
 PIPELINED = 1 << 16  # bytes of further requests that wait for the answer of the first
+CHUNKS = 256  # of one body; reading one byte in a chunk of its own costs as much as reading kilobytes in one
 
 
 def listen(host: str, port: int) -> socket.socket:
     """A socket that has the port, so that others are refused it while the model is loaded."""
-    result = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # Where the protocol is not named, asyncio leaves Nagle's delay on, 40 ms an answer
+    result = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     result.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         result.bind((host, port))
@@ -79,12 +83,38 @@ def load_decoder(options: ServeOptions) -> DecodeThread:
         return DecodeThread(loading.submit(load, **vars(options.device)).result(), options)
 
 
+class Connection(h11.Connection):
+    """h11's, which refuses a body in too many chunks: the loop that reads them answers everyone."""
+
+    chunks = 0  # of the body that is read
+    refusal = ""
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self.chunks = 0
+        self.chunks += isinstance(event, h11.Data) and event.chunk_start
+        if self.chunks > CHUNKS:
+            self.refusal = f"the body has more than {CHUNKS} chunks; send larger ones"
+            raise h11.RemoteProtocolError(self.refusal)
+        return event
+
+
 class Protocol(H11Protocol):
     """uvicorn's on h11, whose buffers are bounded. A client has so long to send a head, and to read its answer."""
 
     timer: asyncio.TimerHandle | None = None
     reader: asyncio.TimerHandle | None = None
     unread = 0  # bytes that were not read when it was last looked
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.conn: Connection = Connection(h11.SERVER)
+
+    def send_400_response(self, msg: str) -> None:
+        with suppress(h11.LocalProtocolError):  # an answer has begun, or is whole
+            super().send_400_response(self.conn.refusal or msg)
+        self.transport.close()
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -198,6 +228,8 @@ def serve(options: ServeOptions, host: str, port: int) -> int:
     # In a step, in text or in pixels; threads cannot be ended from outside
     if decoder.alive and decoder.failure is None:
         say("stopped")
+        if sys.stderr is not None:
+            sys.stderr.close()  # which waits for what is still to be written
         os._exit(int(server.lost))
     decoder.pipeline.close()
     if isinstance(decoder.failure, LanternError):
