@@ -70,7 +70,8 @@ def hide_token() -> None:
 def session_folder(ray: Any) -> str:
     """Where a Ray of this process keeps sockets, logs and what it was started with: read by no other user.
 
-    Not in TMPDIR, which may be too long for the name of a socket.
+    Ray opens the folder it is given to all users, so that it gets one within ours. Not in TMPDIR, which may be too long
+    for the name of a socket.
     """
     folder = tempfile.mkdtemp(prefix="lantern-ray-", dir="/tmp")
 
@@ -79,7 +80,7 @@ def session_folder(ray: Any) -> str:
         shutil.rmtree(folder, ignore_errors=True)
 
     atexit.register(end)
-    return folder
+    return f"{folder}/ray"
 
 
 def share_of(ray: Any, device: str) -> dict[str, Any]:

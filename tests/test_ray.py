@@ -257,7 +257,9 @@ def test_other_users_read_neither_rays_token_nor_its_session(
     assert file.read_text() == "token" if there else len(file.read_text()) == 64
     ended: list[Any] = []
     monkeypatch.setattr(atexit, "register", ended.append)
-    folder = Path(session_folder(SimpleNamespace(shutdown=lambda: None)))
-    assert folder.stat().st_mode & 0o777 == 0o700
+    given = Path(session_folder(SimpleNamespace(shutdown=lambda: None)))
+    given.mkdir(exist_ok=True)
+    given.chmod(0o777)  # as Ray does
+    assert given.parent.stat().st_mode & 0o777 == 0o700
     ended[0]()
-    assert not folder.exists()
+    assert not given.parent.exists()

@@ -130,7 +130,7 @@ LISTEN = """
 import sys
 from lantern_hpu.workers import connect
 ray = connect(1)
-print("up", flush=True)
+print(ray._private.worker._global_node.get_session_dir_path(), flush=True)
 sys.stdin.readline()
 """
 
@@ -154,7 +154,8 @@ def listening(mark: str) -> set[str]:
 
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="Linux says what listens where")
-def test_ray_of_one_machine_listens_on_the_loopback_address_alone() -> None:
+def test_ray_of_one_machine_listens_and_writes_for_its_user_alone() -> None:
+    """On the loopback address; in a folder behind one that others cannot enter, while Ray runs."""
     mark = uuid.uuid4().hex
     environment = os.environ | {"PYTHONPATH": str(ROOT), "LANTERN_TEST": mark}
     environment.pop(LOOPBACK, None)
@@ -162,12 +163,16 @@ def test_ray_of_one_machine_listens_on_the_loopback_address_alone() -> None:
     pipe = subprocess.PIPE
     with subprocess.Popen(words, stdin=pipe, stdout=pipe, env=environment) as running:
         assert running.stdin is not None and running.stdout is not None
-        assert running.stdout.readline() == b"up\n"
+        session = Path(running.stdout.readline().decode().strip())
+        assert (session / "sockets").is_dir()
+        closed = [each for each in session.parents if not each.stat().st_mode & 0o077]
+        assert closed and closed[-1].name.startswith("lantern-ray-")
         found = listening(mark)
         running.stdin.close()
     # 127.0.0.1, ::ffff:127.0.0.1 and ::1
     loopback = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
     assert found and found <= loopback
+    assert not closed[-1].exists()
 
 
 ALONE = """
