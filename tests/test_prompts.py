@@ -137,6 +137,17 @@ def test_what_is_not_certain_is_refused_with_what_was_found(kind: str, tmp_path:
         read_prompts(saved(tmp_path, ending, content))
 
 
+def test_a_list_of_any_length_takes_time_by_its_length_alone(tmp_path: Path) -> None:
+    """Minutes, where each name is compared with all others."""
+    file = tmp_path / "prompts.json"
+    entries = {str(i): f"cat {i}" for i in range(200_000)}
+    file.write_text(json.dumps({"prompt": entries}))
+    assert read_prompts(file) == list(entries.values())
+    file.write_text(f'{json.dumps(entries)[:-1]}, "7": "a", "6": "b"}}')
+    with pytest.raises(OptionError, match="an object has '6' twice"):
+        read_prompts(file)
+
+
 @pytest.mark.parametrize(
     ("encoding", "says"),
     [

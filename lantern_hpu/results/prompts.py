@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -77,9 +78,11 @@ def of_json_lines(text: str) -> list[str]:
 
 
 def once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result, names = dict(pairs), [name for name, _ in pairs]
-    if twice := [name for name in result if names.count(name) > 1]:
-        raise ValueError(f"an object has {twice[0]!r} twice")
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        twice = next(name for name, count in counts.items() if count > 1)
+        raise ValueError(f"an object has {twice!r} twice")
     return result
 
 
