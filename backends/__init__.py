@@ -5,6 +5,7 @@ Importing this package loads neither torch nor a driver.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -33,6 +34,7 @@ BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}  # of a number
 QUANTIZED = ("int8",)  # smaller formats for the target's weights
 HOST = "cpu"  # the processor itself
 LARGE_PARAMETERS = 10**8  # of a target whose steps take a processor long
+USUAL = "LANTERN_HPU_DEVICE"  # the variable that names the device which `auto` is
 # Kernels that a device has forms of its own of; `candidates.py` gives them
 OWN_KERNELS = {
     "hpu": ("attention", "rms_norm", "rotate"),
@@ -93,12 +95,27 @@ def installed(name: str) -> bool:
         return True
 
 
+def meant(name: str) -> str:
+    """The name of a device, which is `auto` only where the environment names none.
+
+    Raises:
+        DeviceError: the environment names an unknown one.
+    """
+    named = os.environ.get(USUAL)
+    if name != "auto" or not named:
+        return name
+    if named not in BACKENDS:
+        raise DeviceError(f"{USUAL} names the unknown device {named!r}", hint=choices(BACKENDS))
+    return named
+
+
 def prepare(name: str, graphs: str = "auto") -> None:
     """What must happen before torch is imported: Gaudi's flags are read then.
 
     Raises:
         DeviceError: the environment contradicts the graph mode.
     """
+    name = meant(name)
     if name not in ("auto", "hpu") or not installed("hpu"):
         return
     from lantern_hpu.backends.hpu import env as hpu_env
@@ -111,12 +128,13 @@ def card_of(name: str, offered: Mapping[str, float]) -> str:
     """What one worker of a cluster takes: the cluster's own name of a card, or `CPU`.
 
     Args:
-        name: of a device; `auto` takes the best that the cluster offers.
+        name: of a device; `auto` takes what `LANTERN_HPU_DEVICE` names, else the best that the cluster offers.
         offered: what the cluster has in all, by its names.
 
     Raises:
         DeviceError: it has no card of that device.
     """
+    name = meant(name)
     if name == "auto":
         return next((card for card in CARDS.values() if offered.get(card, 0) >= 1), "CPU")
     card = CARDS.get(name, "CPU")
@@ -138,7 +156,7 @@ ACCELERATOR = DraftingDefaults()
 
 
 def get_backend(name: str = "auto", graphs: str = "auto") -> Backend:
-    """The backend of a device; `auto` takes the first that is available.
+    """The backend of a device; `auto` takes what `LANTERN_HPU_DEVICE` names, else the first that is available.
 
     Args:
         graphs: the graph mode wanted, for devices that read it while they are loaded.
@@ -146,6 +164,7 @@ def get_backend(name: str = "auto", graphs: str = "auto") -> Backend:
     Raises:
         DeviceError: unknown name, or the device cannot be used here; the reason is the backend's own.
     """
+    name = meant(name)
     if name != "auto" and name not in BACKENDS:
         raise DeviceError(f"unknown device {name!r}", hint=choices(["auto", *BACKENDS]))
     refused = []

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lantern_hpu.backends import get_backend
+from lantern_hpu.backends import USUAL, card_of, get_backend
 from lantern_hpu.backends.base import Fit
 from lantern_hpu.backends.cuda.backend import CUDABackend
 from lantern_hpu.decode.engine import Engine
@@ -256,6 +256,22 @@ def test_old_cards_draw_in_float16(monkeypatch: pytest.MonkeyPatch) -> None:
         backend = CUDABackend()
         assert backend.available() == (True, "old")
         assert backend.number_format("auto")[0] == best
+
+
+def test_tests_draw_on_the_processor_where_there_is_a_card(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A variable says so, which commands that tests start hear too; without it `auto` is the card."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(CUDABackend, "available", lambda self: (True, "a card"))
+    assert get_backend().name == card_of("auto", {"CPU": 2.0, "GPU": 1.0}).lower() == "cpu"
+    assert LanternPipeline.from_pretrained(str(model)).device.type == "cpu"
+    assert get_backend("cuda").name == "cuda"
+    monkeypatch.delenv(USUAL)
+    assert get_backend().name == "cuda" and card_of("auto", {"CPU": 2.0, "GPU": 1.0}) == "GPU"
+    monkeypatch.setenv(USUAL, "toaster")
+    with pytest.raises(DeviceError, match=f"{USUAL} names the unknown device 'toaster'"):
+        get_backend()
 
 
 def test_too_little_memory_says_what_to_try(monkeypatch: pytest.MonkeyPatch) -> None:
