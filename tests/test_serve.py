@@ -104,7 +104,8 @@ def served(options: ServeOptions) -> Iterator[Running]:
     app = make_app(options, lambda: decoder)
     listening = process.listen("127.0.0.1", 0)
     port = listening.getsockname()[1]
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="on", http=Protocol))
+    how: dict[str, Any] = {"lifespan": "on", "http": Protocol, "loop": "asyncio"}
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", **how))
     thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()
     running = Running(decoder, f"http://127.0.0.1:{port}", app)
@@ -1401,10 +1402,10 @@ def test_a_server_whose_stderr_is_gone_ends_when_it_is_asked(
 
 
 def test_what_nobody_reads_on_stderr_holds_no_answer_up(model: Path) -> None:
-    """Nor the end. A pipe takes 64 KiB."""
+    """Nor the end, nor does a stdout that is closed. A pipe takes 64 KiB."""
     command = [sys.executable, "-m", "lantern_hpu", "serve", "--model", str(model), "--port", "0"]
-    pipe = subprocess.PIPE
-    with subprocess.Popen([*command, "--methods", "ar"], cwd=ROOT, stderr=pipe) as child:
+    shell = ["sh", "-c", 'exec "$@" >&-', "sh", *command, "--methods", "ar"]
+    with subprocess.Popen(shell, cwd=ROOT, stderr=subprocess.PIPE) as child:
         assert child.stderr is not None
         url = next(line for line in child.stderr if line.startswith(b"http://")).split()[0].decode()
         try:

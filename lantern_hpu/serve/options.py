@@ -17,9 +17,7 @@ FILTERS = ("greedy", "top_k", "top_p", *PRESETS)
 DEFAULT = (AUTO, "scd", "ar")
 MAX_N = 10  # images of a request, as OpenAI has it
 MAX_PROMPT = 4000  # characters
-MAX_BODY = (
-    1 << 17
-)  # bytes; two prompts take 96,000 at most, where JSON spells each character with twelve
+MAX_BODY = 1 << 17  # bytes; two prompts in the longest spelling of JSON have 96,000
 
 
 @dataclass(frozen=True)

@@ -215,6 +215,7 @@ def serve(options: ServeOptions, host: str, port: int) -> int:
             make_app(options, lambda: decoder),
             log_level="warning",
             access_log=False,
+            use_colors=False,  # or it asks standard output, which may be closed
             timeout_graceful_shutdown=LAST,
             lifespan="on",
             http=Protocol,
