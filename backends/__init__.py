@@ -34,7 +34,7 @@ BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}  # of a number
 QUANTIZED = ("int8",)  # smaller formats for the target's weights
 HOST = "cpu"  # the processor itself
 LARGE_PARAMETERS = 10**8  # of a target whose steps take a processor long
-USUAL = "LANTERN_HPU_DEVICE"  # the variable that names the device which `auto` is
+DEVICE_VARIABLE = "LANTERN_HPU_DEVICE"  # the variable that names the device which `auto` is
 # Kernels that a device has forms of its own of; `candidates.py` gives them
 OWN_KERNELS = {
     "hpu": ("attention", "rms_norm", "rotate"),
@@ -95,17 +95,19 @@ def installed(name: str) -> bool:
         return True
 
 
-def meant(name: str) -> str:
+def device_named(name: str) -> str:
     """The name of a device, which is `auto` only where the environment names none.
 
     Raises:
         DeviceError: the environment names an unknown one.
     """
-    named = os.environ.get(USUAL)
+    named = os.environ.get(DEVICE_VARIABLE)
     if name != "auto" or not named:
         return name
     if named not in BACKENDS:
-        raise DeviceError(f"{USUAL} names the unknown device {named!r}", hint=choices(BACKENDS))
+        raise DeviceError(
+            f"{DEVICE_VARIABLE} names the unknown device {named!r}", hint=choices(BACKENDS)
+        )
     return named
 
 
@@ -115,7 +117,7 @@ def prepare(name: str, graphs: str = "auto") -> None:
     Raises:
         DeviceError: the environment contradicts the graph mode.
     """
-    name = meant(name)
+    name = device_named(name)
     if name not in ("auto", "hpu") or not installed("hpu"):
         return
     from lantern_hpu.backends.hpu import env as hpu_env
@@ -134,7 +136,7 @@ def card_of(name: str, offered: Mapping[str, float]) -> str:
     Raises:
         DeviceError: it has no card of that device.
     """
-    name = meant(name)
+    name = device_named(name)
     if name == "auto":
         return next((card for card in CARDS.values() if offered.get(card, 0) >= 1), "CPU")
     card = CARDS.get(name, "CPU")
@@ -164,7 +166,7 @@ def get_backend(name: str = "auto", graphs: str = "auto") -> Backend:
     Raises:
         DeviceError: unknown name, or the device cannot be used here; the reason is the backend's own.
     """
-    name = meant(name)
+    name = device_named(name)
     if name != "auto" and name not in BACKENDS:
         raise DeviceError(f"unknown device {name!r}", hint=choices(["auto", *BACKENDS]))
     refused = []

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lantern_hpu.backends import BACKENDS, USUAL, WITHOUT, meant
+from lantern_hpu.backends import BACKENDS, DEVICE_VARIABLE, WITHOUT, device_named
 from lantern_hpu.backends.hpu import env as hpu_env
 from lantern_hpu.backends.hpu import errors as hpu_errors
 from lantern_hpu.errors import LanternError
@@ -81,10 +81,13 @@ def failure(error: Exception) -> Facts:
 
 def default_of(devices: Facts) -> Facts:
     """What `--device auto` takes: what the environment names, else the first that is available."""
-    named = meant("auto")
+    named = device_named("auto")
     if named != "auto":
         facts = devices[named]
-        return {"device": named if facts["available"] else None, "why": f"{USUAL} names {named}"}
+        return {
+            "device": named if facts["available"] else None,
+            "why": f"{DEVICE_VARIABLE} names {named}",
+        }
     passed: list[str] = []
     for name, facts in devices.items():
         if facts["available"]:

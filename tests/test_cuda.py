@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lantern_hpu.backends import USUAL, card_of, get_backend
+from lantern_hpu.backends import DEVICE_VARIABLE, card_of, get_backend
 from lantern_hpu.backends.base import Fit
 from lantern_hpu.backends.cuda.backend import CUDABackend
 from lantern_hpu.decode.engine import Engine
@@ -267,10 +267,10 @@ def test_tests_draw_on_the_processor_where_there_is_a_card(
     assert get_backend().name == card_of("auto", {"CPU": 2.0, "GPU": 1.0}).lower() == "cpu"
     assert LanternPipeline.from_pretrained(str(model)).device.type == "cpu"
     assert get_backend("cuda").name == "cuda"
-    monkeypatch.delenv(USUAL)
+    monkeypatch.delenv(DEVICE_VARIABLE)
     assert get_backend().name == "cuda" and card_of("auto", {"CPU": 2.0, "GPU": 1.0}) == "GPU"
-    monkeypatch.setenv(USUAL, "toaster")
-    with pytest.raises(DeviceError, match=f"{USUAL} names the unknown device 'toaster'"):
+    monkeypatch.setenv(DEVICE_VARIABLE, "toaster")
+    with pytest.raises(DeviceError, match=f"{DEVICE_VARIABLE} names the unknown device 'toaster'"):
         get_backend()
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from lantern_hpu.backends import BACKENDS, GAUDI, USUAL, WITHOUT
+from lantern_hpu.backends import BACKENDS, DEVICE_VARIABLE, GAUDI, WITHOUT
 from lantern_hpu.backends.base import Memory
 from lantern_hpu.backends.candidates import Candidate
 from lantern_hpu.backends.cuda import kernels
@@ -71,7 +71,7 @@ def no_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def devices(monkeypatch: pytest.MonkeyPatch, **targets: str) -> None:
     """These backends are all there are, in this order."""
-    monkeypatch.delenv(USUAL)
+    monkeypatch.delenv(DEVICE_VARIABLE)
     for name in list(BACKENDS):
         monkeypatch.delitem(BACKENDS, name)
     for name, target in targets.items():
@@ -151,9 +151,11 @@ def test_auto_is_the_first_that_is_available_and_says_why(
     devices(monkeypatch, first=ABSENT, second=FAKE, third=FAKE)
     last = printed(capsys).splitlines()[-1]
     assert last == "default: second, because a card is free; first is not available"
-    monkeypatch.setenv(USUAL, "third")
-    assert printed(capsys).splitlines()[-1] == f"default: third, because {USUAL} names third"
-    monkeypatch.setenv(USUAL, "first")
+    monkeypatch.setenv(DEVICE_VARIABLE, "third")
+    assert (
+        printed(capsys).splitlines()[-1] == f"default: third, because {DEVICE_VARIABLE} names third"
+    )
+    monkeypatch.setenv(DEVICE_VARIABLE, "first")
     assert printed(capsys).splitlines()[-1].startswith("default: no device")
 
 
@@ -246,7 +248,9 @@ def gaudi(tmp_path: Path) -> dict[str, str]:
     (torch / "required_version.txt").write_text("2.4.0a0+git1234567")
     (tmp_path / "fake_device.py").write_text(DEVICE)
     kept = {
-        name: value for name, value in os.environ.items() if not name.startswith(("PT_", USUAL))
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PT_", DEVICE_VARIABLE))
     }
     return {**kept, "PYTHONPATH": str(tmp_path)}
 
