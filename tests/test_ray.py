@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lantern_hpu.backends import USUAL, card_of
+from lantern_hpu.backends import DEVICE_VARIABLE, card_of
 from lantern_hpu.commands.generate import main, make_parser
 from lantern_hpu.errors import DeviceError
 from lantern_hpu.pipeline import LanternPipeline
@@ -198,7 +198,7 @@ def test_pieces_cover_every_image_once() -> None:
 def test_a_worker_takes_one_card_of_the_cluster(
     device: str, offered: dict[str, float], card: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(USUAL)
+    monkeypatch.delenv(DEVICE_VARIABLE)
     assert card_of(device, offered) == card
 
 
