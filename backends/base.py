@@ -11,7 +11,7 @@ import os
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,14 @@ import torch
 from torch import Tensor, nn
 from torch.library import Library
 
-from lantern_hpu.backends import ACCELERATOR, DeviceOptions, DraftingDefaults, host
+from lantern_hpu.backends import (
+    ACCELERATOR,
+    BACKENDS,
+    HOST,
+    DeviceOptions,
+    DraftingDefaults,
+    host,
+)
 from lantern_hpu.errors import DeviceError, OutputError, choices, require
 from lantern_hpu.files import own_cache
 from lantern_hpu.ops.kernels import PLAIN, Kernels, Sizes
@@ -69,6 +76,25 @@ INDUCTOR_GIVEN = os.environ.get(INDUCTOR_CACHE)
 def dtype_name(dtype: torch.dtype | str) -> str:
     """A number format as options and reports call it."""
     return str(dtype).removeprefix("torch.")
+
+
+@contextmanager
+def own_defaults() -> Iterator[None]:
+    """Inside, a tensor is on the host and of float32 where its maker names nothing else, and numbers are computed as
+    written, whatever the program around has set: a default device or format, autocast, inference mode.
+    """
+    usual = torch.get_default_dtype()
+    with ExitStack() as stack:
+        if usual != torch.float32:
+            torch.set_default_dtype(torch.float32)
+            stack.callback(torch.set_default_dtype, usual)
+        if torch.get_default_device().type != HOST:
+            stack.enter_context(torch.device(HOST))
+        for kind in filter(torch.is_autocast_enabled, BACKENDS):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+        yield
 
 
 def compile_whole(function: nn.Module, compiler: str = "inductor") -> Callable[[Any], Tensor]:

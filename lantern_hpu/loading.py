@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from lantern_hpu.backends import DeviceOptions, get_backend
-from lantern_hpu.backends.base import Fit
+from lantern_hpu.backends.base import Fit, own_defaults
 from lantern_hpu.decode.memory import check_room
 from lantern_hpu.errors import OptionError, OutputError
 from lantern_hpu.models.diffusion import check_diffusers, check_diffusion_folder
@@ -68,6 +68,7 @@ def load_model(
     return model, fit
 
 
+@own_defaults()
 def write_folder(source: str, output: Path, dtype: str, given: Given = Given()) -> ImageModel:
     """Write a model folder from a model's files, tensor by tensor; `dtype` auto: as they are stored."""
     if output.exists():

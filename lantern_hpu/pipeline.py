@@ -24,7 +24,7 @@ from torch import Tensor
 
 import lantern_hpu
 from lantern_hpu.backends import DeviceOptions, DraftingDefaults
-from lantern_hpu.backends.base import Fit, dtype_name
+from lantern_hpu.backends.base import Fit, dtype_name, own_defaults
 from lantern_hpu.decode.batch import Batch
 from lantern_hpu.decode.engine import Engine, EngineCache
 from lantern_hpu.decode.pixels import codes_of, decode_codes, hidden_states, preview
@@ -76,7 +76,8 @@ class LanternPipeline:
     """A model on a device, ready to draw.
 
     Engines are built when first needed and the last ones kept, so that only the first call of a kind warms up.
-    Calls from several threads wait for each other; their images are those of calls made one by one.
+    Calls from several threads wait for each other, and one within a callback of another has an engine of its own; their
+    images are those of calls made one by one.
     """
 
     def __init__(
@@ -161,6 +162,7 @@ class LanternPipeline:
     from_single_file = from_pretrained  # a weights file is a model as well
 
     @classmethod
+    @own_defaults()
     def load(
         cls,
         name: str,
@@ -254,6 +256,10 @@ class LanternPipeline:
         """Load the model anew with other options or parts; it stays as it is if that fails."""
         pictures = self.model.vq is not None or self.diffusion is not None
         with self.lock:
+            if any(engine.pins for engine in self.engines.engines.values()):
+                why = "a run that has not ended draws with it"
+                hint = "end that run first, or another from_pretrained"
+                raise OptionError("the model cannot be loaded anew", why, hint)
             other = type(self).load(self.model.source, options, given, pictures)
             kept = {"bar_options": self.bar_options, "lock": self.lock}
             self.close()
@@ -340,8 +346,12 @@ class LanternPipeline:
                 if callback_on_step_end is not None:
                     callback_on_step_end(self, event.steps, event.tokens, {"event": event})
 
-            self._interrupt, decode = False, output_type != "tokens"
-            result = self.draw(requests, setting, batch_size, show, decode=decode)
+            outer, self._interrupt = self._interrupt, False  # of a call whose callback calls
+            try:
+                decode = output_type != "tokens"
+                result = self.draw(requests, setting, batch_size, show, decode=decode)
+            finally:
+                self._interrupt = outer
         result.output_type = output_type
         return result
 
@@ -403,6 +413,7 @@ class LanternPipeline:
         model = self.model
         return Spec.of(requests, tree, size, model.sizes(requests), model.listed_neighbours)
 
+    @own_defaults()
     def warm_up(self, engine: Engine, request: Request) -> None:
         """What the device compiles for these shapes - text, prefill, step, pixels - is compiled here."""
         if engine.warm:
@@ -420,6 +431,7 @@ class LanternPipeline:
             self.engines.discard(engine)
             raise
 
+    @own_defaults()
     @torch.no_grad()
     def prefix(self, engine: Engine, requests: Sequence[Request]) -> Prefix:
         """The condition of a batch, as the engine takes it; a graph of its own where the device gathers operators."""
@@ -440,6 +452,7 @@ class LanternPipeline:
         config = config or self.model.target.config
         return decode_codes(self.model.vq, config, self.backend, codes_of(config, tokens))
 
+    @own_defaults()
     def picture(self, record: ImageRecord) -> Image.Image | None:
         """Of an image that is done; None where nothing makes it."""
         model, request = self.model, record.request
@@ -526,37 +539,38 @@ class LanternPipeline:
         """
         if not requests:
             raise OptionError("nothing to draw", "no prompt was given", '--prompt "a red apple"')
-        size = batch_size_for(len(requests), batch_size)
-        spec = replace(self.spec(requests, setting.tree, size), open=len(requests) > size)
-        engine, config = self.engines.get(spec), self.describe(setting)
-        stats = RunStats(load_s=self.load_seconds)
-        self.prepare(engine, requests, stats)
-        before, counted = engine.report(), self.backend.queue.counters()
-        environment = self.environment(setting)
-        drawn: dict[int, Drawn] = {}
-        for index, record in self.stream(engine, requests, stats, callback):
-            with stats.adding("decode_s"):
-                drawn[index] = self.drawn(record, config, environment, decode)
-            if keep is not None:
-                keep(index, drawn[index])
-        now = self.backend.queue.counters()
-        return GenerationResult(
-            drawn=[drawn[index] for index in sorted(drawn)],  # all, unless it was interrupted
-            timing=stats,
-            graph=engine.report().since(before)
-            | {
-                "batch_size": engine.spec.images,
-                # What the device itself counted while drawing, where it does
-                "device": {name: now[name] - counted[name] for name in now},
-                "kernels": self.model.target.kernels.names(),
-            },
-            config=config,
-            environment=self.environment(setting),
-            notes=[note for _, note in self.notes(requests)],
-            tokenizer=self.model.vq_fingerprint,
-            preview_tokens=engine.target.config.preview_tokens,
-            code_grid=engine.target.config.grid,
-        )
+        with self.lock:
+            size = batch_size_for(len(requests), batch_size)
+            spec = replace(self.spec(requests, setting.tree, size), open=len(requests) > size)
+            engine, config = self.engines.get(spec), self.describe(setting)
+            stats = RunStats(load_s=self.load_seconds)
+            self.prepare(engine, requests, stats)
+            before, counted = engine.report(), self.backend.queue.counters()
+            environment = self.environment(setting)
+            drawn: dict[int, Drawn] = {}
+            for index, record in self.stream(engine, requests, stats, callback):
+                with stats.adding("decode_s"):
+                    drawn[index] = self.drawn(record, config, environment, decode)
+                if keep is not None:
+                    keep(index, drawn[index])
+            now = self.backend.queue.counters()
+            return GenerationResult(
+                drawn=[drawn[index] for index in sorted(drawn)],  # all, unless it was interrupted
+                timing=stats,
+                graph=engine.report().since(before)
+                | {
+                    "batch_size": engine.spec.images,
+                    # What the device itself counted while drawing, where it does
+                    "device": {name: now[name] - counted[name] for name in now},
+                    "kernels": self.model.target.kernels.names(),
+                },
+                config=config,
+                environment=self.environment(setting),
+                notes=[note for _, note in self.notes(requests)],
+                tokenizer=self.model.vq_fingerprint,
+                preview_tokens=engine.target.config.preview_tokens,
+                code_grid=engine.target.config.grid,
+            )
 
     def drawn(
         self,
@@ -572,6 +586,7 @@ class LanternPipeline:
         picture = self.picture(record) if decode else None
         return Drawn(picture, record, config | record.settings, environment)
 
+    @own_defaults()
     def prepare(self, engine: Engine, requests: Sequence[Request], stats: RunStats) -> None:
         """What is done once, before the first batch."""
         with stats.adding("text_s"), self.backend.errors(), torch.no_grad():
@@ -607,22 +622,26 @@ class LanternPipeline:
         Args:
             stats: what is spent is added here, but for what the callback and the caller take meanwhile.
             most: steps after which the run ends, done or not; no limit if not given.
+
+        Raises:
+            OptionError: another run that has not ended holds the engine.
         """
         stats = stats or RunStats()
         waiting, numbers = deque(enumerate(requests)), dict[int, int]()  # image of a slot
-        batch, done = self.batch(engine, stats), list[ImageRecord]()
-        show = partial(preview, self.model, self.backend)
+        done, show = list[ImageRecord](), partial(preview, self.model, self.backend)
         with engine.pinned():
+            batch = self.batch(engine, stats)
             while (waiting or batch.running) and (most is None or batch.steps < most):
                 began, text = time.perf_counter(), stats.text_s
-                if waiting and batch.free:
-                    news = [waiting.popleft() for _ in batch.free[: len(waiting)]]
-                    slots = batch.admit([request for _, request in news])
-                    numbers.update(zip(slots, (number for number, _ in news), strict=True))
-                elif batch.running:
-                    left = None if most is None else most - batch.steps
-                    batch.advance(soon=bool(waiting), most=left)
-                finished = batch.finished()
+                with self.lock:
+                    if waiting and batch.free:
+                        news = [waiting.popleft() for _ in batch.free[: len(waiting)]]
+                        slots = batch.admit([request for _, request in news])
+                        numbers.update(zip(slots, (number for number, _ in news), strict=True))
+                    elif batch.running:
+                        left = None if most is None else most - batch.steps
+                        batch.advance(soon=bool(waiting), most=left)
+                    finished = batch.finished()
                 stats.generate_s += time.perf_counter() - began - (stats.text_s - text)
                 done += [record for _, record in finished]
                 if callback is not None:

@@ -95,7 +95,7 @@ def test_an_engine_that_something_holds_is_never_closed(
     with held.pinned():
         idle = pipeline.engines.get(second)
         pipeline.engines.get(third)
-        assert closed == [idle] and pipeline.engines.get(first) is held
+        assert closed == [idle] and pipeline.engines.get(first) is not held
     pipeline.engines.get(second)
     assert held in closed
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 import lantern_hpu
-from lantern_hpu import GenerationResult, LanternPipeline, Multiplicative
+from lantern_hpu import GenerationResult, LanternPipeline, Multiplicative, Request
 from lantern_hpu.errors import ELSEWHERE, DeviceError, OptionError, OutputError, python_form
 from lantern_hpu.results.images import CAPTION, grid
 from lantern_hpu.results.progress import Bar, Event, ProgressBar
@@ -281,6 +284,126 @@ def test_a_callback_can_end_the_run(pipeline: LanternPipeline) -> None:
     result = pipeline(["cat"] * 3, batch_size=1, method="ar", callback_on_step_end=stop)
     assert len(result.images) < 3 and len(result.tokens) == len(result.images)
     assert len(pipeline(["cat"] * 3, batch_size=1).images) == 3  # the next call is whole
+
+
+METHODS = ("ar", "scd@3", "eagle@chain", "lantern:delta-0.2@dynamic:2x1x4")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_call_within_a_callback_draws_the_same_image(
+    pipeline: LanternPipeline, method: str
+) -> None:
+    """Whatever is drawn inside, and a callback in that one: each image is the one drawn alone."""
+    prompts, batch = ["cat", "apple", "red cat"], {"batch_size": 2}
+    alone = [pipeline(prompts, seed=seed, method=method, **batch).tokens for seed in range(3)]
+    inside: dict[int, NDArray[np.int64]] = {}
+
+    def draw(depth: int) -> NDArray[np.int64]:
+        def callback(pipe: LanternPipeline, *_: Any) -> None:
+            if depth < 2 and depth + 1 not in inside:
+                inside[depth + 1] = draw(depth + 1)
+
+        how = {"callback_on_step_end": callback, "method": method, **batch}
+        return pipeline(prompts, seed=depth, **how).tokens
+
+    inside[0] = draw(0)
+    assert all(np.array_equal(inside[seed], alone[seed]) for seed in range(3))
+    assert not any(engine.pins for engine in pipeline.engines.engines.values())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_call_between_the_images_of_a_stream_draws_the_same(
+    pipeline: LanternPipeline, method: str
+) -> None:
+    requests = [Request("cat", seed, pipeline.model.sampling) for seed in range(5)]
+    setting = pipeline.resolve(method)
+    alone = pipeline.draw(requests, setting, 2).tokens
+    spec = replace(pipeline.spec(requests, setting.tree, 2), open=True)
+    stream = pipeline.stream(pipeline.engines.get(spec), requests)
+    found = dict([next(stream)])  # the image beside it goes on
+    others = [replace(request, prompt="apple") for request in requests]
+    inner = pipeline.draw(others, setting, 2).tokens
+    found |= dict(stream)
+    assert np.array_equal([found[n].token_ids for n in range(5)], alone)
+    assert np.array_equal(inner, pipeline.draw(others, setting, 2).tokens)
+
+
+def test_an_engine_in_use_and_its_model_are_refused(pipeline: LanternPipeline) -> None:
+    requests = [Request("cat", seed, pipeline.model.sampling) for seed in range(2)]
+    setting = pipeline.resolve("ar")
+    engine = pipeline.engines.get(replace(pipeline.spec(requests, setting.tree, 1), open=True))
+    stream = pipeline.stream(engine, requests)
+    first = next(stream)
+    with pytest.raises(OptionError, match="the engine is in use"):
+        next(pipeline.stream(engine, requests))
+    with pytest.raises(OptionError, match="cannot be loaded anew"):
+        pipeline.to(dtype="bfloat16")
+    found = dict([first, *stream])
+    alone = pipeline.draw(requests, setting).tokens
+    assert np.array_equal([found[n].token_ids for n in range(2)], alone)
+
+
+def test_an_interrupt_ends_the_run_whose_callback_asked(pipeline: LanternPipeline) -> None:
+    def stop(pipe: LanternPipeline, *_: Any) -> None:
+        pipe._interrupt = True
+
+    def outer(pipe: LanternPipeline, *_: Any) -> None:
+        assert len(pipe(["cat"] * 3, batch_size=1, callback_on_step_end=stop).images) < 3
+
+    def stops_first(pipe: LanternPipeline, *_: Any) -> None:
+        stop(pipe)
+        pipe("apple")
+
+    how: dict[str, Any] = {"prompt": ["cat"] * 3, "batch_size": 1}
+    assert len(pipeline(**how, callback_on_step_end=outer).images) == 3
+    assert len(pipeline(**how, callback_on_step_end=stops_first).images) < 3
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+SURROUNDINGS: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "a device": lambda: torch.device("meta"),
+    "float64": lambda: default_dtype(torch.float64),
+    "bfloat16": lambda: default_dtype(torch.bfloat16),
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "inference mode": torch.inference_mode,
+}
+
+
+@pytest.mark.parametrize("layout", ["auto", "plain"])
+@pytest.mark.parametrize("around", SURROUNDINGS)
+def test_what_the_program_around_has_set_for_torch_changes_no_image(
+    model: Path, around: str, layout: str
+) -> None:
+    """Loaded inside and called outside, the other way round, and both; a callback has what its program has set."""
+
+    def load() -> LanternPipeline:
+        return LanternPipeline.from_pretrained(str(model), device="cpu", layout=layout)
+
+    def draw(pipe: LanternPipeline) -> list[NDArray[Any]]:
+        results = [pipe("cat", seed=3, method=method, output_type="np") for method in METHODS[1:3]]
+        return [*(one.tokens for one in results), *(one.images for one in results)]
+
+    want = draw(load())
+    with SURROUNDINGS[around]():
+        before = torch.empty(1)
+        inside = load()
+        inside_both = draw(inside)
+        made: list[torch.Tensor] = []
+        inside("cat", callback_on_step_end=lambda *_: made.append(torch.empty(1)))
+        assert made and all((x.dtype, x.device) == (before.dtype, before.device) for x in made)
+    outside = load()
+    with SURROUNDINGS[around]():
+        called = draw(outside)
+    for found in (inside_both, draw(inside), called, draw(outside)):
+        assert all(map(np.array_equal, found, want))
 
 
 def test_a_pipeline_is_written_as_a_folder(pipeline: LanternPipeline, tmp_path: Path) -> None:

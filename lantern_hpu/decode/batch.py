@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from lantern_hpu.backends.base import own_defaults
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.methods.request import Request
 from lantern_hpu.models.text.prefix import Prefix
@@ -43,6 +44,7 @@ class Batch:
     An image's tokens do not depend on when it came, where it sits, or what is beside it.
     """
 
+    @own_defaults()
     def __init__(self, engine: Engine, encode: Encode, stats: RunStats | None = None) -> None:
         """The engine is warmed up if it is not warm.
 
@@ -89,6 +91,7 @@ class Batch:
 
     # -- coming and going
 
+    @own_defaults()
     def admit(self, requests: Sequence[Request]) -> list[int]:
         """Begin images in free slots: all at once if no slot is taken, or one by one beside those that run.
 
@@ -124,6 +127,7 @@ class Batch:
 
     # -- going on
 
+    @own_defaults()
     def advance(self, soon: bool = False, most: int | None = None) -> None:
         """As many steps as are needed for sure, up to a block; then a host read, unless the schedule is fixed.
 
@@ -168,6 +172,7 @@ class Batch:
         ahead = engine.backend.queue.runs_ahead and count > 1
         return engine.advance(seeds, first, count, ahead), int(ahead)
 
+    @own_defaults()
     def finished(self) -> list[tuple[int, ImageRecord]]:
         """Images that are done, in the order of their slots, which they leave."""
         done = {

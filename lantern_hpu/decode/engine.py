@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lantern_hpu.backends.base import Fit, dtype_name
+from lantern_hpu.backends.base import Fit, dtype_name, own_defaults
 from lantern_hpu.decode.accept import Bounds
 from lantern_hpu.decode.drafting.base import Drafting
 from lantern_hpu.decode.drafting.eagle import DynamicDrafting, StaticDrafting
@@ -32,7 +32,7 @@ from lantern_hpu.decode.spec import Spec
 from lantern_hpu.decode.state import DecodeState, Entry
 from lantern_hpu.decode.step import Accepted, Admit, Step
 from lantern_hpu.decode.tree_tables import Drafts
-from lantern_hpu.errors import CaptureError
+from lantern_hpu.errors import CaptureError, OptionError
 from lantern_hpu.graphs import make_runner
 from lantern_hpu.methods.request import Request
 from lantern_hpu.models.model import ImageModel
@@ -132,7 +132,16 @@ class Engine:
 
     @contextmanager
     def pinned(self) -> Iterator[None]:
-        """Something holds it inside: a batch, a lane of a server."""
+        """Something holds it inside, a batch or a lane of a server: its state is of one run at a time.
+
+        Raises:
+            OptionError: another run that has not ended holds it.
+        """
+        if self.pins:
+            what, why = "the engine is in use", "a run that has not ended holds its state"
+            raise OptionError(
+                what, why, "end that run, or take another one of pipeline.engines.get"
+            )
         self.pins += 1
         try:
             yield
@@ -326,24 +335,25 @@ class Engine:
 
         The tokens are those of a captured run. A `clock` waits for the device, and times the stages of each step.
         """
-        self.upload_prefix(prefix, self.state.entry)
-        self.upload_settings(requests, self.state.entry)
-        known = self.read(self.prefill_function(self.state))
-        seeds, number = [request.seed for request in requests], 0
-        while min(known) < self.target.config.tokens:
-            if number % self.spec.block == 0:
-                self.upload_uniforms(seeds, number + 1, self.spec.block)
-            before, made, seconds = known, dict[str, Any](), dict[str, float]()
-            with self.pace.held():
-                last = clock() if clock else 0.0
-                for stage, result in self.step_function.stages(self.state):
-                    made[stage] = result
-                    if clock:
-                        now = clock()
-                        seconds[stage], last = now - last, now
-                known, number = self.read(made["commit"]), number + 1
-            drafts = made.get("tables", made["draft"])
-            yield StepTrace(before, drafts, made["accept"], known, seconds)
+        with self.pinned():
+            self.upload_prefix(prefix, self.state.entry)
+            self.upload_settings(requests, self.state.entry)
+            known = self.read(self.prefill_function(self.state))
+            seeds, number = [request.seed for request in requests], 0
+            while min(known) < self.target.config.tokens:
+                if number % self.spec.block == 0:
+                    self.upload_uniforms(seeds, number + 1, self.spec.block)
+                before, made, seconds = known, dict[str, Any](), dict[str, float]()
+                with self.pace.held():
+                    last = clock() if clock else 0.0
+                    for stage, result in self.step_function.stages(self.state):
+                        made[stage] = result
+                        if clock:
+                            now = clock()
+                            seconds[stage], last = now - last, now
+                    known, number = self.read(made["commit"]), number + 1
+                drafts = made.get("tables", made["draft"])
+                yield StepTrace(before, drafts, made["accept"], known, seconds)
 
     def report(self) -> GraphReport:
         """Counts since the engine was built."""
@@ -373,24 +383,32 @@ def make_drafting(target: Target, drafter: Drafter | None, spec: Spec) -> Drafti
 class EngineCache:
     """The engines of a model, at most so many; what is evicted gives its memory back.
 
-    One that is pinned is never evicted. Where recorded graphs share memory, that memory goes with the last of
-    them; so the last is evicted only if there is no room for another beside it.
+    One that is pinned is never evicted, nor given to another run: that one gets a second engine. Where recorded graphs
+    share memory, that memory goes with the last of them; so the last is evicted only if there is no room for another
+    beside it.
     """
 
     def __init__(self, model: ImageModel, fit: Fit) -> None:
         self.model, self.fit, self.backend, self.kept = model, fit, fit.backend, MAX_ENGINES
-        self.engines: OrderedDict[Spec, Engine] = OrderedDict()
+        self.engines: OrderedDict[tuple[Spec, int], Engine] = OrderedDict()  # by spec and number
 
     def get(self, spec: Spec) -> Engine:
-        """The engine of a spec, now the youngest."""
-        if spec not in self.engines:
+        """An engine of a spec that nothing holds, now the youngest."""
+        key = self.free_key(spec)
+        if key not in self.engines:
             self.shrink(self.kept - 1)
             while self.lacking([spec]) > 0 and self.shrink(len(self.engines) - 1):
                 pass
-            self.engines[spec] = self.make(spec)
-        self.engines.move_to_end(spec)
-        return self.engines[spec]
+            self.engines[key] = self.make(spec)
+        self.engines.move_to_end(key)
+        return self.engines[key]
 
+    def free_key(self, spec: Spec) -> tuple[Spec, int]:
+        """Where the first engine of a spec is, or is to be, that nothing holds."""
+        keys = ((spec, number) for number in range(len(self.engines) + 1))
+        return next(key for key in keys if key not in self.engines or not self.engines[key].pins)
+
+    @own_defaults()
     def make(self, spec: Spec, mode: str | None = None, drafter: Drafter | None = None) -> Engine:
         """An engine of its own, which is not kept, in a graph mode or with a drafter in place of the usual ones.
 
@@ -410,28 +428,29 @@ class EngineCache:
             return 0
         model, dtype = self.model.config, dtype_name(self.model.target.dtype)
         how = (self.fit.graphs not in UNRECORDED, self.backend.shares_pool)
-        here = [setup_for(model, spec, dtype) for spec in self.engines]
-        news = [setup_for(model, spec, dtype) for spec in specs if spec not in self.engines]
+        here = [setup_for(model, spec, dtype) for spec, _ in self.engines]
+        missing = [spec for spec in specs if self.free_key(spec) not in self.engines]
+        news = [setup_for(model, spec, dtype) for spec in missing]
         return sum(engine_bytes([*here, *news], *how)) - engine_bytes(here, *how)[0] - free
 
     def lacking_for_text(self) -> int:
         """Bytes that the device lacks for a text encoder beside the engines here; none: 0 or less."""
         model, dtype = self.model.config, dtype_name(self.model.target.dtype)
-        sizes = [setup_for(model, spec, dtype) for spec in self.engines]
+        sizes = [setup_for(model, spec, dtype) for spec, _ in self.engines]
         return self.lacking([]) + max(summed(encoding(*size)) for size in sizes)
 
     def shrink(self, count: int) -> bool:
         """Close the oldest that nothing holds until `count` are left; whether any was."""
-        idle = [spec for spec, engine in self.engines.items() if not engine.pins]
+        idle = [key for key, engine in self.engines.items() if not engine.pins]
         closed = idle[: max(len(self.engines) - max(count, 0), 0)]
-        for spec in closed:
-            self.engines.pop(spec).close()
+        for key in closed:
+            self.engines.pop(key).close()
         return bool(closed)
 
     def discard(self, engine: Engine) -> None:
         """Forget one, if it is there: its warm-up failed, say."""
-        if self.engines.get(engine.spec) is engine:
-            self.engines.pop(engine.spec).close()
+        for key in [key for key, kept in self.engines.items() if kept is engine]:
+            self.engines.pop(key).close()
 
     def close(self) -> None:
         """Close all of them."""

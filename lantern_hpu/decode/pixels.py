@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from lantern_hpu.backends.base import Backend
+from lantern_hpu.backends.base import Backend, own_defaults
 from lantern_hpu.errors import OptionError
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.model import ImageModel
@@ -31,6 +31,7 @@ def codes_of(config: TransformerConfig, tokens: NDArray[np.int64]) -> NDArray[np
     return np.ascontiguousarray(kept.reshape(-1, rows * columns))
 
 
+@own_defaults()
 def decode_codes(
     vq: Tokenizer | None, config: TransformerConfig, backend: Backend, codes: NDArray[np.int64]
 ) -> list[Image.Image]:
@@ -51,6 +52,7 @@ def to_images(pixels: Tensor) -> list[Image.Image]:
     return [Image.fromarray(image) for image in scaled.permute(0, 2, 3, 1).cpu().numpy()]
 
 
+@own_defaults()
 @torch.no_grad()
 def hidden_states(
     model: ImageModel,
