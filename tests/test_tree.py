@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from lantern_hpu.errors import TreeError
-from lantern_hpu.tree import DraftTree, DynamicTree, load_static, load_tree
+from lantern_hpu.tree import DraftTree, DynamicTree, Window, load_static, load_tree
 from lantern_hpu.tree.named import NAMED
 from scripts.docs.tree_diagrams import as_text, main
 from tests.tiny import NAMES, random_tree
@@ -189,3 +190,16 @@ def test_dynamic_tree_by_name(name: str, sizes: tuple[int, int, int]) -> None:
 def test_dynamic_tree_that_cannot_be_grown_is_refused(name: str, why: str) -> None:
     with pytest.raises(TreeError, match=why):
         load_tree(name)
+
+
+def test_a_tree_too_large_to_draw_with_is_refused_before_it_is_built() -> None:
+    """Its paths may be a stranger's: those of a PNG are not trusted."""
+    levels = [path for depth in range(1, 5) for path in product(range(10), repeat=depth)]
+    assert len(levels) == 11_110
+    for paths in (levels, [(0,) * 10**6], [(0,)] * 10**6):
+        with pytest.raises(TreeError, match="512 drafts at most"):
+            DraftTree.from_paths("wide", paths)
+    with pytest.raises(TreeError, match="512 drafts at most"):
+        Window.parse("sjd-pac:256:64x256")
+    assert DraftTree.from_paths("wide", levels[:512]).size == 513
+    assert Window.parse("sjd-pac:256:3x3").size == 263

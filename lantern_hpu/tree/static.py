@@ -18,6 +18,9 @@ from lantern_hpu.tree.named import NAMED
 
 Path = tuple[int, ...]
 DRAWS = 10  # children that a drafter draws at a node, at most
+MOST_DRAFTS = (
+    512  # of a tree, windows among them: what a step takes grows with the square of their number
+)
 
 
 def dotted(path: Path) -> str:
@@ -42,10 +45,14 @@ class DraftTree:
     file: str | None = field(default=None, compare=False, repr=False, kw_only=True)
     commit = 0  # of windows alone
 
+    def __post_init__(self) -> None:
+        check_drafts(self.name, self.paths[1:])
+
     @classmethod
     def from_paths(cls, name: str, paths: Iterable[Sequence[int]], draws: int = DRAWS) -> DraftTree:
         """A validated tree from its drafts' paths in any order; the root need not be listed."""
         listed = [tuple(path) for path in paths if len(path)]
+        check_drafts(name, listed)
         for path in listed:
             if not all(type(rank) is int and rank >= 0 for rank in path):
                 why = "ranks are whole numbers from 0"
@@ -176,6 +183,14 @@ class DraftTree:
             way = [self.ids[path[:length]] for length in range(len(path) + 1)]
             rows.append(tuple(way + [node] * (self.depth - len(path))))
         return tuple(rows)
+
+
+def check_drafts(name: str, paths: Sequence[Path]) -> None:
+    """Raise a TreeError for a tree that is too large to draw with, before work is done for it."""
+    count = max([len(paths), *map(len, paths)])
+    if count > MOST_DRAFTS:
+        what = f"tree {name[:40]!r} has {count} drafts or levels"
+        raise TreeError(what, f"a tree has {MOST_DRAFTS} drafts at most")
 
 
 def check_node(name: str, path: Path, known: set[Path], draws: int) -> None:
