@@ -17,7 +17,7 @@ from importlib import import_module
 
 from lantern_hpu import __version__
 from lantern_hpu.backends import GAUDI
-from lantern_hpu.errors import OptionError, choices, exit_code
+from lantern_hpu.errors import OptionError, choices, exit_code, open_streams
 
 # Each is a module of `lantern_hpu.commands` with a `main(argv)`, imported only when it is asked for.
 COMMANDS = {
@@ -75,6 +75,7 @@ def end_on_sigterm() -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
+    open_streams()
     end_on_sigterm()
     args = list(sys.argv[1:] if argv is None else argv)
     if not args:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import shutil
@@ -14,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
 
@@ -314,3 +317,47 @@ def test_a_resumed_image_has_the_bytes_of_an_unbroken_run(model: Path, tmp_path:
     for name in list(whole)[::2]:
         (tmp_path / "part" / name).write_bytes(whole[name])
     assert drawn("part", "--resume") == whole
+
+
+NOWHERE = """
+import sys
+from lantern_hpu.errors import open_streams
+open_streams()
+with open(sys.argv[1], "w") as file:
+    print("said", file=sys.stderr)
+    print("said", flush=True)
+    sys.exit(file.fileno() < 3)
+"""
+
+
+@pytest.mark.parametrize("shell", ["2>&-", ">&- 2>&- <&-", "2>/dev/full"])
+def test_what_cannot_be_said_on_stderr_is_left_out(tmp_path: Path, shell: str) -> None:
+    """And no file takes the number of a closed stream, which libraries write to."""
+    words = [sys.executable, "-c", NOWHERE, str(tmp_path / "file")]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["bash", "-c", f'exec {shell}; exec "$@"', "-", *words], env=environment)
+    assert done.returncode == 0 and not (tmp_path / "file").read_text()
+
+
+class Full(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def flush(self) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("stream", [None, Full()])
+def test_a_picture_is_drawn_where_nothing_can_be_said(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: Full | None
+) -> None:
+    pipeline = LanternPipeline.from_pretrained(str(model))
+    want = pipeline("cat").tokens
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(sys, "stdout", None)
+    pipeline.set_progress_bar_config(disable=False)
+    assert np.array_equal(pipeline("cat").tokens, want)
+    pipeline.save_pretrained(tmp_path / "copy")
+    file = tmp_path / "cat.png"
+    words = ["--model", str(model), "--prompt", "an unknown thing", "--output", str(file)]
+    assert cli.main(["generate", *words]) == 0 and Image.open(file).size == (8, 8)

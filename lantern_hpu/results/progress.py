@@ -12,6 +12,7 @@ from typing import Any
 from PIL import Image
 from tqdm import tqdm
 
+from lantern_hpu.errors import Console
 from lantern_hpu.files import write_file
 from lantern_hpu.results.images import encode, grid
 
@@ -47,10 +48,11 @@ class ProgressBar(tqdm):
         Args:
             options: of tqdm; `disable` given says nothing anywhere.
         """
-        self.log = "disable" not in options and not sys.stderr.isatty()
+        self.out = Console(sys.stderr)
+        self.log = "disable" not in options and not self.out.isatty()
         self.next = 0.0  # share at which the next line is due
         self.words = unit + ("es" if unit.endswith("ch") else "s")
-        usual: dict[str, Any] = {"file": sys.stderr, "dynamic_ncols": True, "disable": self.log}
+        usual: dict[str, Any] = {"file": self.out, "dynamic_ncols": True, "disable": self.log}
         self.desc = options.get("desc") or ""
         self.postfix = ""  # which tqdm does not set where it is disabled
         super().__init__(total=total, unit=unit, **usual | options)
@@ -69,7 +71,7 @@ class ProgressBar(tqdm):
             about = f", {self.postfix}" if self.postfix else ""
             print(
                 f"{what}: {self.n:g} of {self.total:g} {self.words}{about}",
-                file=sys.stderr,
+                file=self.out,
                 flush=True,
             )
         return super().refresh(*args, **options)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -193,8 +192,8 @@ def answer_in_process(
     os.environ.pop(hpu_env.LAZY_MODE, None)
     os.environ.update(stage.flags)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT)
-    for stream in (sys.stdout, sys.stderr):
-        os.dup2(descriptor, stream.fileno())
+    for number in (1, 2):
+        os.dup2(descriptor, number)
     from lantern_hpu.verify.ask import answer_all
 
     answer_all(stage, wanted.device, wanted.model, questions, writer.send)

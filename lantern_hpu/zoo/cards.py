@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lantern_hpu.errors import Console
 from lantern_hpu.files import write_file
 from lantern_hpu.models.config import ModelConfig
 from lantern_hpu.zoo.registry import find_model_by_name
@@ -114,6 +115,7 @@ def write_card(folder: Path, make: Any, *what: Any) -> None:
         text = make(*what)
     except ImportError:
         hint = 'pip install "lantern-hpu[models]"'
-        print(f"no model card was written: huggingface_hub is missing ({hint})", file=sys.stderr)
+        said = f"no model card was written: huggingface_hub is missing ({hint})"
+        print(said, file=Console(sys.stderr))
         return
     write_file(folder / "README.md", text.encode(), force=True)
