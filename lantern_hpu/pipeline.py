@@ -621,7 +621,7 @@ class LanternPipeline:
 
         Args:
             stats: what is spent is added here, but for what the callback and the caller take meanwhile.
-            most: steps after which the run ends, done or not; no limit if not given.
+            most: steps after which the run ends, done or not, on every device; no limit if not given.
 
         Raises:
             OptionError: another run that has not ended holds the engine.
@@ -639,7 +639,7 @@ class LanternPipeline:
                         slots = batch.admit([request for _, request in news])
                         numbers.update(zip(slots, (number for number, _ in news), strict=True))
                     elif batch.running:
-                        left = None if most is None else most - batch.steps
+                        left = None if most is None else most - batch.queued
                         batch.advance(soon=bool(waiting), most=left)
                     finished = batch.finished()
                 stats.generate_s += time.perf_counter() - began - (stats.text_s - text)

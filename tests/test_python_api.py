@@ -303,7 +303,7 @@ def test_a_call_within_a_callback_draws_the_same_image(
             if depth < 2 and depth + 1 not in inside:
                 inside[depth + 1] = draw(depth + 1)
 
-        how = {"callback_on_step_end": callback, "method": method, **batch}
+        how: dict[str, Any] = {"callback_on_step_end": callback, "method": method, **batch}
         return pipeline(prompts, seed=depth, **how).tokens
 
     inside[0] = draw(0)

@@ -18,6 +18,7 @@ from gaudi_emulator import emulate, hpex, lowering
 from gaudi_emulator.device import Device
 from gaudi_emulator.graphs import HPUGraph, Recording
 from lantern_hpu.backends import OWN_KERNELS
+from lantern_hpu.backends.base import Queue
 from lantern_hpu.backends.candidates import Candidate, candidates_of
 from lantern_hpu.backends.cuda import kernels as triton
 from lantern_hpu.backends.cuda.kernels import checks
@@ -41,6 +42,10 @@ from tests.folder import write_folder
 from tests.marks import mostly_slow
 
 STAGE = Stage("facts", "eager")
+
+
+class AheadQueue(Queue):
+    runs_ahead = True
 
 
 @pytest.fixture
@@ -341,6 +346,35 @@ def test_lost_write_into_a_cache_is_refuted(
     with asked("caches", model=str(model)) as question:
         state, detail, numbers = question.answer(method)
         assert state == "refuted" and "differ" in detail and numbers["wrong"]
+
+
+@pytest.mark.parametrize("method", [*CACHES, GROUPED])
+def test_device_that_runs_ahead_is_asked_after_the_same_steps(model: Path, method: str) -> None:
+    """It is confirmed; one wrong key refutes it, and so does a step too few, with the shapes."""
+    question = Asked(Stage("caches", "eager", "cpu"), "cpu", str(model))
+    with question.stack:
+        question.pipeline.backend.queue = AheadQueue()
+        assert question.answer(method)[0] == "confirmed"
+        real = question.steps
+
+        def spoiled(pipeline: Any, name: str, most: int | None) -> Any:
+            engine, steps = real(pipeline, name, most)
+            assert steps == most or engine.read(engine.state.count)[0] == 15  # all are drawn
+            if pipeline.backend is question.pipeline.backend:
+                engine.state.kv_cache.layers[1].read()[0][0, 3, 1] += 1
+            return engine, steps
+
+        question.steps = spoiled  # type: ignore[method-assign]
+        assert question.answer(method)[2]["wrong"] == ["target, layer 1, keys"]
+
+        def fewer(pipeline: Any, name: str, most: int) -> Any:
+            here = pipeline.backend is question.pipeline.backend
+            return real(pipeline, name, 3 - here)
+
+        question.steps = fewer  # type: ignore[method-assign, assignment]
+        state, detail, numbers = question.answer(method)
+        assert state == "refuted" and "after 12 steps, [2, " in detail
+        assert numbers["largest difference"] <= numbers["tolerance"]
 
 
 @pytest.mark.slow

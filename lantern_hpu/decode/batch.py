@@ -133,12 +133,12 @@ class Batch:
 
         Args:
             soon: needed until the next image is done, which lets another in; otherwise until all are.
-            most: no more steps than this.
+            most: no more steps than this; at 0 those that run are waited for.
         """
         with self.stats.adding("steps_s"):
             needs = [self.steps_needed(slot) for slot in self.unfinished]
-            block = self.engine.spec.block
-            count = max(0, min(min(needs) if soon else max(needs), block, most or block))
+            limit = self.engine.spec.block if most is None else min(most, self.engine.spec.block)
+            count = max(0, min(min(needs) if soon else max(needs), limit))
             known, pending = self.run_steps(count)
         for slot, one in self.slots.items():
             one.known, one.step, one.pending = known[slot], one.step + count, pending

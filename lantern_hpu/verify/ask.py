@@ -173,19 +173,33 @@ class Asked:
         return "confirmed", f"{DRAWN} draws from {VOCABULARY} tokens; {falls} sums fall", numbers
 
     def caches(self, item: str) -> Answer:
-        """Keys and values of all layers after a few steps."""
+        """Keys and values of all layers after a few steps, at the positions that both devices have final."""
         wanted, result = (self.kept(each, item) for each in (self.host, self.pipeline))
-        apart = {name: difference(result[name], want) for name, want in wanted.items()}
+        apart = {}
+        for name, want in wanted.items():
+            both = min(want.shape[1], result[name].shape[1])
+            apart[name] = difference(result[name][:, :both], want[:, :both])
         worst = max(apart, key=lambda name: apart[name])
-        wrong = [name for name, value in apart.items() if not value <= CACHE_TOLERANCE]
+        shapes = {name: (list(result[name].shape), list(wanted[name].shape)) for name in wanted}
+        wrong = [
+            name
+            for name, (got, want) in shapes.items()
+            if got != want or not apart[name] <= CACHE_TOLERANCE
+        ]
         numbers = {"largest difference": apart[worst], "tolerance": CACHE_TOLERANCE}
         if wrong:
             what = f"{len(wrong)} of {len(apart)} differ, {worst} the most, by {apart[worst]:.1e}"
+            got, want = shapes[worst]
+            if got != want:
+                what += f"; it is {got} after {CACHE_STEPS} steps, {want} on the CPU"
             return "refuted", what, numbers | {"wrong": wrong}
         return "confirmed", f"{len(apart)} tensors, {apart[worst]:.1e} apart at most", numbers
 
     def kept(self, pipeline: LanternPipeline, method: str) -> dict[str, torch.Tensor]:
-        """Keys and values [positions, kv_heads, hd] of each layer's cache, by name, as far as they are final."""
+        """Keys and values [R, positions, kv_heads, hd] of each layer's cache, by name, as far as they are final.
+
+        They are 0 where the prefix is padding.
+        """
         if method == GROUPED:
             with closing(grouped(pipeline)) as small:
                 return self.kept(small, "ar")
@@ -194,9 +208,9 @@ class Asked:
         counts = state.count.cpu().repeat(engine.spec.rows // engine.spec.images)  # [R]
         pending = engine.spec.tree.depth + 1  # positions that the next step writes at last
         known = pipeline.model.target.config.prefix + counts.min() - pending
-        valid = state.valid.cpu()[:, :known]  # [R, positions]
+        padding = ~state.valid.cpu()[:, :known, None, None]  # [R, positions, 1, 1]
         return {
-            f"{name}, layer {layer}, {part}": tensor.cpu()[:, :known][valid]
+            f"{name}, layer {layer}, {part}": tensor.cpu()[:, :known].masked_fill(padding, 0)
             for name, cache in (("target", state.kv_cache), ("drafter", drafter_cache(state)))
             if cache is not None
             for layer, one in enumerate(cache.layers)
