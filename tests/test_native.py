@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -366,14 +366,34 @@ def test_a_library_that_cannot_be_used_is_named(
     assert library is None and "native decoder" in why and "pip install" in why
 
 
-def test_torchs_openmp_is_found_in_a_folder_with_a_space(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it is not, the library does not load, or brings a runtime of its own."""
-    path, opened = "/home/a user/torch/lib/libgomp-98b2.so.1", list[str]()
-    maps = f"7f00-7f10 r-xp 00000000 08:01 123 {'':9}{path}\n7f10-7f20 r--p 00000000 08:01 124 /lib/libm.so.6\n"
-    monkeypatch.setattr(native, "open", lambda name: StringIO(maps), raising=False)
+def loaded_openmp() -> list[str]:
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return sorted({line[73:] for line in maps if " r-xp " in line and "omp" in line[73:]})
+
+
+@pytest.mark.parametrize("folder", ["torch/lib", "torch.libs"])
+def test_openmp_is_the_one_that_torch_has_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    """Another would be a second runtime, and a mapped file is no library, even a copy of one: that would be run."""
+    before = loaded_openmp()
+    real = Path(before[0]).read_bytes()
+    home = tmp_path / "a user"
+    (home / folder).mkdir(parents=True)
+    places = [home / folder, tmp_path]
+    decoys = [place / name for place in places for name in ("libgomp-98b2.so.1", "libomp.npy")]
+    for decoy in decoys:
+        decoy.write_bytes(real)
+    maps = [np.memmap(decoy, mode="r") for decoy in decoys]
+    for package in (torch.__file__, str(home / "torch" / "__init__.py")):
+        monkeypatch.setattr(torch, "__file__", package)
+        native.share_openmp()
+        assert loaded_openmp() == before
     monkeypatch.setattr("ctypes.CDLL", lambda name, mode: opened.append(name))
+    opened = list[str]()
     native.share_openmp()
-    assert opened == [path]
+    assert opened == [str(home / folder / "libgomp-98b2.so.1")]
+    del maps
 
 
 @pytest.mark.parametrize("line", ["long rows;", "float x[4];", "enum { A };", "int f(int a,"])

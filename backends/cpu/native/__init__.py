@@ -12,6 +12,7 @@ import platform
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from ctypes import Structure, addressof, byref, c_double, c_int, c_int64, c_void_p, string_at
 from functools import cache
 from pathlib import Path
@@ -29,6 +30,7 @@ from lantern_hpu.ops.kv_cache import KVCache, WrittenCache
 BUILD = "pip install --force-reinstall --no-deps -e . (or the wheel)"
 BUILT_FOR = ("linux", "x86_64")
 HIDDEN = -1e30  # of an additive mask: less than this hides a position
+OPENMP = ("libgomp.so.1", "libiomp5.so", "libomp.so")
 LANES = 16  # numbers of the widest vector: sizes that the native form takes are multiples of it
 
 # ---------------------------------------------------------------------------------- the interface
@@ -112,10 +114,20 @@ def missing() -> str:
 
 
 def share_openmp() -> None:
-    """Let the library find the OpenMP of torch: two runtimes would keep two teams that spin against each other."""
-    with open("/proc/self/maps") as maps:
-        found = sorted(set(re.findall(r"/.*/[^/\n]*lib(?:g|i|)omp[^/\n]*", maps.read())))
-    ctypes.CDLL(found[0] if found else "libgomp.so.1", mode=ctypes.RTLD_GLOBAL)
+    """Let the library find the OpenMP of torch: two runtimes would keep two teams that spin against each other.
+
+    It is loaded already, from a folder of torch or where the system has it. What is not loaded as a library is not
+    opened, whatever its name.
+    """
+    home = Path(torch.__file__).parent
+    wheel = (home / "lib", home.with_name("torch.libs"))
+    kinds = ("libgomp*.so*", "libiomp*.so*", "libomp*.so*")
+    own = [str(file) for folder in wheel for kind in kinds for file in folder.glob(kind)]
+    for name in (*own, *OPENMP):
+        with suppress(OSError):
+            ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL | os.RTLD_NOLOAD)
+            return
+    ctypes.CDLL(OPENMP[0], mode=ctypes.RTLD_GLOBAL)
 
 
 def call(function: str, *arguments: Any) -> Any:
