@@ -18,6 +18,7 @@ from typing import Any
 from lantern_hpu.errors import OutputError, WeightsError
 
 ASSETS = Path(__file__).parent / "assets"
+LONGEST, LONGEST_PATH = 255, 1000  # bytes of a name and characters of a path that systems take
 UNASKED = "existing files are not overwritten"
 
 
@@ -102,12 +103,22 @@ def reading(file: Path, hint: str = "") -> Iterator[dict[str, Any]]:
         yield result
 
 
-def file_in(folder: Path, name: str) -> Path:
-    """A file that a description in a folder names; it lies there, or below."""
-    path = Path(name)
-    if path.is_absolute() or ".." in path.parts:
-        raise WeightsError(f"{folder} names a file outside of it", repr(name), "another copy of it")
-    return folder / path
+def is_plain_path(name: object) -> bool:
+    """Whether a name that others give is a relative path by names alone, and so leads nowhere but into its folder."""
+    if not isinstance(name, str) or not name.isprintable() or re.search(r"\\|^[A-Za-z]:", name):
+        return False
+    if len(name) > LONGEST_PATH:
+        return False
+    parts = name.split("/")
+    return all(part not in ("", ".", "..") and len(part.encode()) <= LONGEST for part in parts)
+
+
+def file_in(folder: Path, name: object) -> Path:
+    """A file that a description in a folder names; it is there, or below."""
+    if not is_plain_path(name):
+        what = f"{folder} names a file that cannot be in it"
+        raise WeightsError(what, repr(name)[:100], "another copy of it")
+    return folder / str(name)
 
 
 def sha256(path: Path) -> str:

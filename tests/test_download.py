@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -11,11 +12,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from lantern_hpu.commands import download
-from lantern_hpu.files import sha256
+from lantern_hpu.errors import WeightsError
+from lantern_hpu.files import file_in, sha256
+from lantern_hpu.models.files.checkpoint import open_checkpoint
+from lantern_hpu.models.files.names import given_path
 from lantern_hpu.zoo import fetch as fetching
 from lantern_hpu.zoo import find as located
 from lantern_hpu.zoo import registry
@@ -37,6 +42,8 @@ class Hub:
         self.fails: BaseException | None = None
         self.damaged = False
         self.asked: list[str] = []
+        self.commit: Any = COMMIT
+        self.size: Any = None  # of each file, if it lies
 
     def add(self, entry: KnownModel) -> None:
         for part in entry.parts.values():
@@ -48,8 +55,9 @@ class Hub:
         siblings = []
         for name, data in self.files[repo].items():
             lfs = SimpleNamespace(sha256=hashlib.sha256(data).hexdigest())
-            siblings.append(SimpleNamespace(rfilename=name, size=len(data), lfs=lfs))
-        return SimpleNamespace(siblings=siblings, sha=COMMIT)
+            size = len(data) if self.size is None else self.size
+            siblings.append(SimpleNamespace(rfilename=name, size=size, lfs=lfs))
+        return SimpleNamespace(siblings=siblings, sha=self.commit)
 
     def hf_hub_download(
         self, repo: str, name: str, revision: str, local_dir: Path | None = None
@@ -211,6 +219,70 @@ def test_a_file_that_is_gone_is_named(hub: Hub, capsys: pytest.CaptureFixture[st
     said = refused(capsys, T2I)
     assert "google/flan-t5-xl lacks files: spiece.model" in said
     assert hub.asked == []
+
+
+ODD_NAMES = (
+    *("vae/../../../../theirs", "vae/../x", "/theirs", "vae//x", "vae/", "vae/./x", ".."),
+    *("vae/a\0b", "vae/a\nb", "vae/\ud800", "vae\\..\\x", "C:/x", "vae/" + 300 * "x", "", 3),
+)
+
+
+@pytest.mark.parametrize("to", [False, True], ids=["cache", "folder"])
+@pytest.mark.parametrize("name", [n for n in ODD_NAMES if str(n).startswith("vae/")], ids=ascii)
+def test_a_listed_name_that_leads_elsewhere_is_refused_before_anything_is_written(
+    hub: Hub, capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, to: bool
+) -> None:
+    """A mark under such a name would empty a file, and the file itself would replace it."""
+    theirs = tmp_path / "theirs"
+    theirs.write_text("secret")
+    hub.files["zai-org/GLM-Image"][name] = b"hostile"
+    said = refused(capsys, "glm-image", *(["--to", str(tmp_path / "here")] if to else []))
+    assert "list of zai-org/GLM-Image is refused" in said
+    assert theirs.read_text() == "secret" and hub.asked == []
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [theirs]
+
+
+@pytest.mark.parametrize(
+    "commit", ["../../../../x", "main", "c" * 39, "C" * 40, "c" * 41, "", None, 3]
+)
+def test_a_commit_that_is_none_is_refused_before_anything_is_written(
+    hub: Hub, capsys: pytest.CaptureFixture[str], tmp_path: Path, commit: str
+) -> None:
+    hub.commit = commit
+    assert "it names the commit" in refused(capsys, C2I)
+    assert hub.asked == [] and not any(path.is_file() for path in tmp_path.rglob("*"))
+
+
+@pytest.mark.parametrize("size", ["x", [], -1, 10**30])
+def test_sizes_that_lie_are_not_counted(
+    hub: Hub, capsys: pytest.CaptureFixture[str], size: object
+) -> None:
+    hub.size = size
+    if size == 10**30:
+        assert "not enough space" in refused(capsys, C2I)
+    else:
+        fetch(capsys, C2I)
+
+
+def test_names_that_others_give_lead_into_their_folder_or_are_refused(tmp_path: Path) -> None:
+    """In an index of weights, in a description of files and in the Hub's cache, too."""
+    for name in ODD_NAMES:
+        with pytest.raises(WeightsError, match="cannot be in it"):
+            file_in(tmp_path, name)
+        index = {"weight_map": {"a": name}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+        for read in (open_checkpoint, registry.folder_files):
+            if isinstance(name, str):
+                with pytest.raises(WeightsError, match="cannot be in it"):
+                    read(tmp_path)
+    for name in ("vae/x", "a b/c", "\u00e9.safetensors", "..x", "ab:c", "x" * 255):
+        assert file_in(tmp_path, name) == tmp_path / name
+    store = tmp_path / "models--a--b"
+    (store / "snapshots" / COMMIT).mkdir(parents=True)
+    (store / "refs").mkdir()
+    (store / "refs" / "main").write_text("../../x")
+    with pytest.raises(WeightsError, match="cannot be in it"):
+        given_path(str(store))
 
 
 def test_space_is_checked_first(

@@ -12,6 +12,7 @@ import errno
 import glob
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -29,13 +30,14 @@ from lantern_hpu.errors import (
     choices,
     needing,
 )
-from lantern_hpu.files import sha256, temporary, write_file
+from lantern_hpu.files import is_plain_path, sha256, temporary, write_file
 from lantern_hpu.results.tables import WIDTH, aligned, amount
 from lantern_hpu.zoo.find import LABEL, UNCHECKED, Located, briefly, cached, hub_cache, store
 from lantern_hpu.zoo.registry import FOLDER, KnownModel, Part
 
 STARTED = time.time()
 STAGING = ".fetching"  # in a user's folder, until files are whole and checked
+COMMIT = re.compile("[0-9a-f]{40}")
 FULL = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}  # the second is not known everywhere
 # Errors and packages by which the network is at fault, or was switched off (HF_HUB_OFFLINE)
 UNREACHABLE = {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectionError", "TimeoutError"}
@@ -85,7 +87,14 @@ def list_files(hub: ModuleType, part: Part, absent: Sequence[str]) -> list[File]
             if known and stated and known != stated:
                 what = f"{part.repo} has another {name} than the known one"
                 raise WeightsError(what, f"its sha256 is {stated} there, {known} here", part.page)
-            result.append(File(part, info.sha, name, there[name].size, known or stated))
+            size = there[name].size
+            size = size if isinstance(size, int) else None
+            result.append(File(part, info.sha, name, size, known or stated))
+    odd = [f"the file {file.name!r}" for file in result if not is_plain_path(file.name)]
+    odd += [] if COMMIT.fullmatch(str(info.sha)) else [f"the commit {info.sha!r}"]
+    if odd:
+        what = f"the Hub's list of {part.repo} is refused"
+        raise WeightsError(what, f"it names {odd[0][:100]}", f"compare with {part.page}")
     if gone:
         raise WeightsError(f"{part.repo} lacks files", ", ".join(gone), part.page)
     return result

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lantern_hpu.errors import OptionError, choices
-from lantern_hpu.files import ASSETS, reading
+from lantern_hpu.files import ASSETS, file_in, reading
 from lantern_hpu.models.config import ModelConfig
 
 FILE = ASSETS / "registry.json"
@@ -71,9 +71,9 @@ def folder_files(folder: Path) -> list[Path]:
         if (folder / index.name.removesuffix(".index.json")).is_file():
             continue  # the whole file is read
         with reading(index, "download it again") as about:
-            named = set(about["weight_map"].values())
-        if not all((folder / name).is_file() for name in named):
-            return []
+            named = {file_in(folder, name) for name in about["weight_map"].values()}
+            if not all(file.is_file() for file in named):
+                return []
     return sorted(file for file in folder.iterdir() if file.is_file())
 
 

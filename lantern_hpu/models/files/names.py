@@ -87,8 +87,9 @@ def given_path(text: str) -> Path:
     if not path.name.startswith("models--") or not (path / "snapshots").is_dir():
         return path
     ref, versions = path / "refs" / "main", sorted((path / "snapshots").iterdir())
-    main = ref.read_text().strip() if ref.is_file() else versions[0].name if versions else ""
-    return path / "snapshots" / main
+    if ref.is_file():
+        return file_in(path / "snapshots", ref.read_text().strip())
+    return versions[0] if versions else path / "snapshots"
 
 
 def is_weights(path: Path) -> bool:
