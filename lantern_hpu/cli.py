@@ -41,6 +41,7 @@ COMMANDS = {
 }
 # Commands of the packages beside the product, which it does not import
 OUTSIDE = {
+    "compare": "lantern_lab.commands.compare",
     "fidelity": "lantern_lab.commands.fidelity",
     "stretch": "lantern_lab.commands.stretch",
     "evaluate": "lantern_lab.commands.evaluate",

@@ -16,7 +16,10 @@ import pytest
 from matplotlib.figure import Figure
 
 from lantern_hpu.bench.columns import PARTS, SpeedRow, relaxed_name, with_speeds
-from lantern_hpu.bench.compare import (
+from lantern_hpu.bench.report import check_report
+from lantern_hpu.methods.relaxation import EXACT, PRESETS, Multiplicative, parse
+from lantern_lab.commands import compare
+from lantern_lab.compare import (
     Run,
     differences,
     in_numbers,
@@ -25,10 +28,7 @@ from lantern_hpu.bench.compare import (
     main_table,
     names_of,
 )
-from lantern_hpu.bench.report import check_report
-from lantern_hpu.commands import compare
-from lantern_hpu.methods.relaxation import EXACT, PRESETS, Multiplicative, parse
-from lantern_hpu.results.plots import STYLE
+from lantern_lab.plots import STYLE
 from tests.marks import mostly_slow
 
 Report = dict[str, Any]
@@ -181,7 +181,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 ALONE = """
 import sys
-from lantern_hpu.commands import compare
+from lantern_lab.commands import compare
 from tests.marks import mostly_slow
 code = compare.main(sys.argv[1:])
 sys.exit("torch was loaded" if "torch" in sys.modules else code)

@@ -11,7 +11,7 @@ pytest.importorskip("matplotlib")
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.transforms import Bbox
 
-from lantern_hpu.results import plots
+from lantern_lab import plots
 
 NEAR = {
     "lambda=2": (2.02, 17.5),

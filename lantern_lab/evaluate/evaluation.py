@@ -15,7 +15,6 @@ from lantern_hpu.errors import OptionError
 from lantern_hpu.files import parse_json, write_file
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.pages import render_page
-from lantern_hpu.results.plots import in_style
 from lantern_hpu.results.progress import ProgressBar
 from lantern_lab.evaluate.drawing import (
     AGAIN,
@@ -43,6 +42,7 @@ from lantern_lab.evaluate.scorer_published import LibraryScorer
 from lantern_lab.evaluate.sets import digest
 from lantern_lab.evaluate.statistics import Rows, figures
 from lantern_lab.fidelity import fidelity_rows, images_total
+from lantern_lab.plots import in_style
 
 SIDE_BY_SIDE = (
     "Workers drew the pictures, side by side: seconds an image are those of one of them, and the device named here is "

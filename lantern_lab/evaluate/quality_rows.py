@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lantern_hpu.methods.relaxation import read_relaxation
-from lantern_hpu.results import plots
 from lantern_hpu.results.tables import Columns, Table, plus_minus
+from lantern_lab import plots
 from lantern_lab.evaluate.drawing import Line
 from lantern_lab.evaluate.statistics import (
     Array,

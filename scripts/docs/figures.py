@@ -22,8 +22,8 @@ from lantern_hpu.bench.columns import relaxed_name
 from lantern_hpu.files import write_file
 from lantern_hpu.methods.relaxation import read_relaxation
 from lantern_hpu.methods.setting import METHODS
-from lantern_hpu.results import plots
 from lantern_hpu.results.tables import markdown
+from lantern_lab import plots
 from scripts import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 
-from lantern_hpu.bench.compare import document, draw_chart, load, main_table, notes
 from lantern_hpu.commands.options import Parser, add_fields, from_args
 from lantern_hpu.errors import OutputError, exit_code, option
 from lantern_hpu.files import write_file
+from lantern_lab.compare import document, draw_chart, load, main_table, notes
 
 NAME = "comparison"  # of both files
 

@@ -20,8 +20,8 @@ from lantern_hpu.bench.columns import EAGER, SpeedRow
 from lantern_hpu.bench.report import Report, read_report
 from lantern_hpu.errors import OptionError
 from lantern_hpu.methods.setting import METHODS
-from lantern_hpu.results import plots
 from lantern_hpu.results.tables import Table, figure
+from lantern_lab import plots
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
