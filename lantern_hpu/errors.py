@@ -156,7 +156,7 @@ class Console(io.TextIOBase):
         return super().fileno() if self.stream is None else int(self.stream.fileno())
 
     @property
-    def encoding(self) -> str:
+    def encoding(self) -> str:  # type: ignore[override]
         return getattr(self.stream, "encoding", None) or "utf-8"
 
 

@@ -9,8 +9,9 @@ import os
 import re
 import secrets
 import tempfile
+import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from lantern_hpu.errors import OutputError, WeightsError
 
 ASSETS = Path(__file__).parent / "assets"
 LONGEST, LONGEST_PATH = 255, 1000  # bytes of a name and characters of a path that systems take
+STARTED = time.time()  # of this process
 UNASKED = "existing files are not overwritten"
 
 
@@ -138,18 +140,17 @@ def lock_file(opened: int) -> None:
     fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def check_free(paths: Iterable[Path], force: bool) -> None:
-    """Refuse to go on if a result could not be written later."""
+def check_free(paths: Iterable[Path], force: bool, kept: Collection[Path | None] = ()) -> None:
+    """Refuse to go on if a result could not be written later; those that are `kept` may be there."""
     paths = list(paths)
     twice = [path for path, count in Counter(paths).items() if count > 1]
     if twice:
         raise OutputError(f"{twice[0]} would hold two results", "each needs its own file")
-    taken = [str(path) for path in paths if path.exists()]
+    taken = [path for path in paths if path.exists() and path not in kept]
     for path in paths:
         check_kind(path)
     if taken and not force:
-        some = ", ".join(taken[:3]) + (f" and {len(taken) - 3} more" if len(taken) > 3 else "")
-        raise OutputError(f"{some} exists", UNASKED, "--force or another --output")
+        raise OutputError(f"{some_of(taken)} exists", UNASKED, "--force or another --output")
     for folder in {path.parent for path in paths}:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -158,6 +159,12 @@ def check_free(paths: Iterable[Path], force: bool) -> None:
         except OSError as error:
             why = error.strerror or str(error)
             raise OutputError(f"cannot write into {folder}", why) from error
+
+
+def some_of(paths: Sequence[Path]) -> str:
+    """The first ones, for a message, and how many more there are."""
+    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+    return ", ".join(map(str, paths[:3])) + more
 
 
 def check_kind(path: Path) -> None:
@@ -170,6 +177,18 @@ def check_kind(path: Path) -> None:
 def temporary(path: Path, word: str) -> Path:
     """The name that a file has until it is whole."""
     return path.with_name(f".{path.name[:100]}.{word}.tmp")
+
+
+def clear_temporary(paths: Iterable[Path]) -> None:
+    """Remove what killed runs have left of these files; what is younger than this process is a run's that goes on."""
+    paths = list(paths)
+    starts = {temporary(path, "x").stem.removesuffix(".x") for path in paths}
+    for folder in {path.parent for path in paths}:
+        for part in folder.glob(".*.tmp"):
+            if part.stem.rpartition(".")[0] in starts:
+                with suppress(OSError):
+                    if part.lstat().st_mtime < STARTED:
+                        part.unlink()
 
 
 def write_file(path: Path, data: bytes, force: bool = False) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
+import os
 import resource
 from pathlib import Path
 from typing import Any
@@ -153,6 +155,34 @@ def test_each_png_holds_its_own_settings(pipeline: LanternPipeline, tmp_path: Pa
         again = tmp_path / f"again-{name}"
         assert main(["--from-png", str(tmp_path / name), "--output", str(again)]) == 0
         assert np.array_equal(pixels(again), pixels(tmp_path / name))
+
+
+def test_replay_takes_the_threads_of_the_image(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With another number the tokenizer's convolutions sum in another order."""
+    file, again = tmp_path / "cat.png", tmp_path / "again.png"
+    before, cores = torch.get_num_threads(), os.cpu_count() or 1
+    try:
+        assert generate(model, "--prompt", "cat", "--threads", 1, "--output", file) == 0
+        torch.set_num_threads(cores)
+        assert main(["--from-png", str(file), "--output", str(again)]) == 0
+        assert torch.get_num_threads() == 1 and again.read_bytes() == file.read_bytes()
+        assert "threads" not in capsys.readouterr().err
+        words = ["--from-png", str(file), "--force", "--output", str(again)]
+        assert main([*words, "--threads", str(cores)]) == 0
+        assert torch.get_num_threads() == cores
+        assert ("drawn with --threads 1" in capsys.readouterr().err) == (cores > 1)
+        stored = file.read_bytes()
+        with Image.open(io.BytesIO(stored)) as image:
+            data, info = json.loads(image.text[METADATA]), PngInfo()
+            data["environment"]["threads"] = 10**6  # more than there are
+            info.add_itxt(METADATA, json.dumps(data))
+            image.save(file, pnginfo=info)
+        assert main(words) == 0
+        assert "drawn with --threads 1000000" in capsys.readouterr().err
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("option", ["--seed", "--temperature", "--top-k", "--relax", "--window"])
@@ -501,3 +531,91 @@ def test_other_formats_of_weights_are_refused(
     options = ["--device", device, "--quantize", kind, *(["--emulate"] * (device == "hpu"))]
     assert generate(model, "--prompt", "apple", *options, "--output", "never.png") == 2
     assert "does not offer" in capsys.readouterr().err
+
+
+def resumed(model: Path, folder: Path, *options: object) -> int:
+    return generate(model, *options, "--output", folder, "--resume")
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--prompt", "a lemon", "--prompt", "cat"], "001-apple.png is not of this run"),
+        (["--prompt", "cat", "--num-images", 3], "001-apple.png is not of this run"),
+        (["--prompt", "cat"], "001-apple.png is not of this run"),
+        (["--prompt", "cat", "--prompt", "apple", "--seed", 1], "000-cat.png, "),
+    ],
+)
+def test_resume_names_pictures_of_another_run_and_draws_none(
+    model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: list[object],
+    named: str,
+) -> None:
+    folder = tmp_path / "out"
+    first = ["--prompt", "cat", "--prompt", "apple"]
+    assert generate(model, *first, "--output", folder) == 0
+    before = {file: file.read_bytes() for file in folder.iterdir()}
+    assert resumed(model, folder, *options) == 2
+    said = capsys.readouterr().err
+    assert named in said and "try: another --output" in said
+    assert {file: file.read_bytes() for file in folder.iterdir()} == before
+    assert resumed(model, folder, *first, "--prompt", "a lemon") == 0  # one more at the end
+    assert len(list(folder.iterdir())) == 3
+
+
+@pytest.mark.parametrize("length", [0, 5, 200, -300, -30])
+def test_resume_draws_a_cut_off_picture_again(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], length: int
+) -> None:
+    first = ["--prompt", "cat", "--prompt", "apple"]
+    assert generate(model, *first, "--output", tmp_path / "out") == 0
+    file = tmp_path / "out" / "001-apple.png"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:length])
+    assert resumed(model, tmp_path / "out", *first) == 0
+    assert "001-apple.png is cut off, and is drawn again" in capsys.readouterr().err
+    assert read_png(file) and np.array_equal(
+        pixels(file), np.asarray(Image.open(io.BytesIO(whole)))
+    )
+
+
+def test_resume_clears_what_a_killed_run_left_and_not_what_is_written(
+    model: Path, tmp_path: Path
+) -> None:
+    old, new, other = (
+        tmp_path / f".{name}.0123456789abcdef.tmp"
+        for name in ("000-cat.png", "001-apple.png", "notes")
+    )
+    for file in (old, new, other):
+        file.write_bytes(b"half")
+    for file in (old, other):
+        os.utime(file, (1, 1))
+    assert resumed(model, tmp_path, "--prompt", "cat", "--prompt", "apple") == 0
+    assert not old.exists() and new.exists() and other.exists()
+    assert len(list(tmp_path.glob("*.png"))) == 2
+
+
+def test_two_resumed_runs_draw_into_one_folder(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An image that the other has drawn meanwhile stays; one of another seed is refused."""
+    draw, seeds = LanternPipeline.draw, iter([0, 1])
+
+    def drawn(pipeline: LanternPipeline, *args: Any, **how: Any) -> Any:
+        with monkeypatch.context() as inner:
+            inner.setattr(LanternPipeline, "draw", draw)
+            assert resumed(model, tmp_path, *words, "--seed", next(seeds)) == 0
+        there.update({file: file.read_bytes() for file in tmp_path.iterdir()})
+        return draw(pipeline, *args, **how)
+
+    words = ["--prompt", "cat", "--prompt", "apple"]
+    there: dict[Path, bytes] = {}
+    monkeypatch.setattr(LanternPipeline, "draw", drawn)
+    for code in (0, 2):
+        assert resumed(model, tmp_path, *words) == code
+        assert {file: file.read_bytes() for file in tmp_path.iterdir()} == there
+        for file in tmp_path.iterdir():
+            file.unlink()
+    assert "000-cat.png is another image" in capsys.readouterr().err

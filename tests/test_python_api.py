@@ -294,7 +294,7 @@ def test_a_call_within_a_callback_draws_the_same_image(
     pipeline: LanternPipeline, method: str
 ) -> None:
     """Whatever is drawn inside, and a callback in that one: each image is the one drawn alone."""
-    prompts, batch = ["cat", "apple", "red cat"], {"batch_size": 2}
+    prompts, batch = ["cat", "apple", "red cat"], dict[str, Any](batch_size=2)
     alone = [pipeline(prompts, seed=seed, method=method, **batch).tokens for seed in range(3)]
     inside: dict[int, NDArray[np.int64]] = {}
 

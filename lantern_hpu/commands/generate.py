@@ -9,6 +9,7 @@ can be refused without it has been refused.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,12 +31,13 @@ from lantern_hpu.errors import (
     exit_code,
     require,
 )
+from lantern_hpu.files import clear_temporary, some_of
 from lantern_hpu.methods.relaxation import EXACT, Relaxation
 from lantern_hpu.methods.request import MAX_IMAGES, Request, Sampling, size_of
 from lantern_hpu.methods.setting import AUTO, WINDOWS, Resolved, Setting, lacks_drafter
 from lantern_hpu.models.files.names import Given
 from lantern_hpu.models.text.frames import no_negative, takes_negative
-from lantern_hpu.results.images import read_png
+from lantern_hpu.results.images import drawn_otherwise, is_cut_off, read_png, settings_of
 from lantern_hpu.results.prompts import numbered_prompts
 
 if TYPE_CHECKING:
@@ -236,6 +238,7 @@ def job_of_png(args: argparse.Namespace) -> GenerateJob:
         "quantize": config.get("quantize") or None,
         "layout": args.layout or config.get("layout", "plain"),
         "kernels": args.kernels or config.get("kernels", kernels),
+        "threads": threads_again(args, data),
     }
     parts, stored = options.from_args(Given, args), config.get("parts", {})
     # By name: metadata is not trusted, so known fields alone are read.
@@ -252,6 +255,18 @@ def job_of_png(args: argparse.Namespace) -> GenerateJob:
         png=args.from_png,
         known=config,
     )
+
+
+def threads_again(args: argparse.Namespace, data: dict[str, Any]) -> int:
+    """Those of the processor that drew an image, by `read_png`, where there are as many and no others are asked for."""
+    stored = data["threads"] if data["config"].get("device") == HOST else 0
+    usable = 0 < stored <= (os.cpu_count() or 1)
+    threads: int = args.threads or (stored if usable else 0)
+    if stored not in (0, threads):
+        drawn = f"note: {args.from_png} was drawn with --threads {stored}"
+        otherwise = "with others pixels may differ by a level, and with --layout plain tokens"
+        print(f"{drawn}: {otherwise}", file=sys.stderr)
+    return threads
 
 
 def settings_again(
@@ -322,15 +337,15 @@ def draw(args: argparse.Namespace) -> GenerationResult | None:
         requests = job.requests(sampling, setting.relaxation)
         if setting.why and not setting.drafts and pipeline.resolve(job.setting).drafts:
             print(ONE_BY_ONE, file=sys.stderr)
-        kept = {i for i, file in enumerate(outputs.images) if args.resume and file.exists()}
-        check_kept(pipeline, requests, setting, outputs.images, kept)
+        here = [i for i, file in enumerate(outputs.images) if args.resume and file.exists()]
+        kept = kept_images(pipeline, requests, setting, outputs.images, here)
         left = [i for i in range(len(requests)) if i not in kept]
         if not left:
             return None
         missing = [requests[i] for i in left]
         show_notes(pipeline, missing)
         files = [outputs.images[i] for i in left if outputs.images]
-        keep = partial(keep_image, files, args.force) if files else None
+        keep = partial(keep_image, files, args.force, args.resume) if files else None
         with closing(Bar(outputs.preview, args.preview_every)) as bar, pipeline.backend.errors():
             result = pipeline.draw(missing, setting, job.batch_size, bar, keep)
         if args.verbose:
@@ -373,26 +388,34 @@ def outputs_for(pipeline: LanternPipeline, outputs: Outputs) -> Outputs:
     return outputs
 
 
-def check_kept(
+def kept_images(
     pipeline: LanternPipeline,
     requests: Sequence[Request],
     setting: Resolved,
     files: Sequence[Path],
-    kept: Iterable[int],
-) -> None:
-    """Raise an OutputError if an image that is there is not the one that would be drawn."""
-    from lantern_hpu.results.images import REPLAYED, settings_of
+    here: Iterable[int],
+) -> set[int]:
+    """Numbers of the images that stay, of those that are there; what was cut off while it was written is removed.
 
+    Raises:
+        OutputError: some are not those that would be drawn.
+    """
     described = pipeline.describe(setting)
-    for index in kept:
-        file, request = files[index], requests[index]
-        there, mine = read_png(file), described | settings_of(request)
-        names = (*REPLAYED, "stretch", "negative", "size")
-        others = [name for name in names if there["config"].get(name) != mine.get(name)]
-        others += [name for name in ("prompt", "seed") if there[name] != getattr(request, name)]
-        if others:
-            why = f"{', '.join(others)} differ from what is asked for"
-            raise OutputError(f"{file} is another image", why, "another --output")
+    whole = [index for index in here if not is_cut_off(files[index])]
+    others: dict[Path, list[str]] = {}
+    for index in whole:
+        mine = described | settings_of(requests[index])
+        if names := drawn_otherwise(read_png(files[index]), mine, requests[index]):
+            others[files[index]] = names
+    if others:
+        differing = dict.fromkeys(name for names in others.values() for name in names)
+        why = f"{', '.join(differing)} differ from what is asked for"
+        raise OutputError(f"{some_of([*others])} is another image", why, "another --output")
+    for index in set(here) - set(whole):
+        print(f"{files[index]} is cut off, and is drawn again", file=sys.stderr)
+        files[index].unlink(missing_ok=True)
+    clear_temporary(files)
+    return set(whole)
 
 
 # ----------------------------------------------------------------------------------------- messages

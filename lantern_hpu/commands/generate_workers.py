@@ -9,7 +9,7 @@ from contextlib import closing
 from functools import partial
 
 from lantern_hpu.backends import prepare
-from lantern_hpu.commands.generate import check_kept, outputs_of, read_job, show_notes
+from lantern_hpu.commands.generate import kept_images, outputs_of, read_job, show_notes
 from lantern_hpu.errors import OptionError, OutputError, require
 
 
@@ -56,15 +56,15 @@ def open_job_worker(args: argparse.Namespace) -> Callable[[list[int]], int]:
 
     def draw_piece(numbers: list[int]) -> int:
         """With `--force`, what was there before is drawn anew, but what this worker left is not."""
-        kept = [i for i in numbers if files[i].exists() and (not args.force or i in again)]
-        check_kept(pipeline, requests, chosen, files, kept)
-        left = [i for i in numbers if i not in set(kept)]
+        here = [i for i in numbers if files[i].exists() and (not args.force or i in again)]
+        kept = kept_images(pipeline, requests, chosen, files, here)
+        left = [i for i in numbers if i not in kept]
         again.update(left)
         if left:
             with pipeline.backend.errors():
                 news = [requests[i] for i in left]
                 show_notes(pipeline, news)
-                keep = partial(keep_image, [files[i] for i in left], args.force)
+                keep = partial(keep_image, [files[i] for i in left], args.force, args.resume)
                 pipeline.draw(news, chosen, job.slots, None, keep)
         return len(left)
 

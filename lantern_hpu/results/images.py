@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 from PIL.PngImagePlugin import PngInfo
 
-from lantern_hpu.errors import OptionError
-from lantern_hpu.files import check_content, check_free, parse_json, write_file
+from lantern_hpu.errors import OptionError, OutputError
+from lantern_hpu.files import check_content, check_free, parse_json, some_of, write_file
 from lantern_hpu.methods.request import Request, check_text
 
 CAPTION = 14  # pixels of a line under a picture of a sheet
@@ -43,6 +43,8 @@ REPORTED = (
     *"tv_sum tv_mean tv_max".split(),
 )
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".avif", ".gif", ".bmp", ".tif", ".tiff")
+NUMBERED = re.compile(r"\d{3,}-[a-z0-9-]+\.png")  # pictures of a folder: see `image_files`
+SIGNATURE = b"\x89PNG\r\n\x1a\n"
 METADATA = "lantern_hpu"  # key of the PNG text chunk with everything needed to draw the image again
 
 
@@ -306,18 +308,57 @@ def read_png(path: Path) -> dict[str, Any]:
             missing = [name for name in REPLAYED if name not in config]
             if missing:
                 raise OptionError(f"{path} cannot be drawn again", f"it lacks {', '.join(missing)}")
+            environment = data.get("environment", {})
+            check_kinds(environment, {"threads": int})
             return {
                 "prompt": data["prompt"],
                 "seed": data["seed"],
                 "config": config,
                 "size": image.size,
-                "version": dict(data.get("environment", {})).get("lantern_hpu", "another version"),
+                "version": environment.get("lantern_hpu", "another version"),
+                "threads": environment.get("threads", 0),
             }
     except KeyError as error:
         why = "it carries no settings: a sheet, drawn elsewhere, or stripped by an editor"
         raise OptionError(f"{path} cannot be drawn again", why) from error
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, Image.DecompressionBombError) as error:
         raise OptionError(f"cannot read {path}", str(error)) from error
+
+
+def is_cut_off(path: Path) -> bool:
+    """Whether it is a PNG that is not whole, as of a copy that broke off; not whether it is one of ours."""
+    with open(path, "rb") as file:
+        start = file.read(len(SIGNATURE))
+    if not SIGNATURE.startswith(start):
+        return False
+    try:
+        with Image.open(path) as image:
+            image.load()
+    except (OSError, ValueError, SyntaxError):
+        return True
+    return False
+
+
+def drawn_otherwise(
+    there: Mapping[str, Any], settings: Mapping[str, Any], request: Request
+) -> list[str]:
+    """In what an image that is there, as `read_png` reads it, is not the one of a request with these settings."""
+    names = (*REPLAYED, "stretch", "negative", "size")
+    others = [name for name in names if there["config"].get(name) != settings.get(name)]
+    return others + [name for name in ("prompt", "seed") if there[name] != getattr(request, name)]
+
+
+def check_strangers(output: str | Path, files: Sequence[Path]) -> None:
+    """Raise an OutputError if a folder has numbered pictures beside those of a run, for whose own they would pass."""
+    folder = folder_named(output)
+    if folder is None or not folder.is_dir():
+        return
+    known = {file.name for file in files}
+    there = sorted(path for path in folder.iterdir() if NUMBERED.fullmatch(path.name))
+    if others := [path for path in there if path.name not in known]:
+        why = "the run that drew it had other prompts, in another order, or another --num-images"
+        hint = "another --output, or move them away"
+        raise OutputError(f"{some_of(others)} is not of this run", why, hint)
 
 
 def grid(
@@ -511,17 +552,28 @@ class Outputs:
         folder = folder_named(output) if previews else None
         name = folder / "preview.png" if folder else Path(output).with_suffix(".preview.png")
         shown = name if previews else None
-        kept = {path for path in images if resume and path.is_file()}
-        new = [path for path in images if path not in kept]
         others = [path for path in (whole, shown, report, tokens, states) if path is not None]
-        check_free([*new, *others], force)
+        if resume:
+            check_strangers(output, images)
+        check_free([*images, *others], force, {*images, shown} if resume else ())
         return cls(images, whole, shown, report, tokens, states)
 
 
-def keep_image(files: Sequence[Path], force: bool, index: int, drawn: Drawn) -> None:
-    """Write an image of a run to its file as soon as it is there, so that an interrupted run keeps what it drew."""
-    write_file(files[index], drawn.png(), force)
-    drawn.record.file = str(files[index])
+def keep_image(files: Sequence[Path], force: bool, resume: bool, index: int, drawn: Drawn) -> None:
+    """Write an image of a run to its file as soon as it is there, so that an interrupted run keeps what it drew.
+
+    With `resume`, one that another run has drawn meanwhile stays.
+    """
+    file = files[index]
+    drawn.record.file = str(file)
+    try:
+        write_file(file, drawn.png(), force)
+    except OutputError:
+        if not (resume and file.is_file()):
+            raise
+        if drawn_otherwise(read_png(file), drawn.settings, drawn.record.request):
+            why = "another run drew it meanwhile, with other settings"
+            raise OutputError(f"{file} is another image", why, "another --output") from None
 
 
 def save_outputs(result: GenerationResult, outputs: Outputs, together: int, force: bool) -> None:

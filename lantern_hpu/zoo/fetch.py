@@ -14,7 +14,6 @@ import json
 import os
 import re
 import shutil
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -30,12 +29,11 @@ from lantern_hpu.errors import (
     choices,
     needing,
 )
-from lantern_hpu.files import is_plain_path, sha256, temporary, write_file
+from lantern_hpu.files import clear_temporary, is_plain_path, sha256, write_file
 from lantern_hpu.results.tables import WIDTH, aligned, amount
 from lantern_hpu.zoo.find import LABEL, UNCHECKED, Located, briefly, cached, hub_cache, store
 from lantern_hpu.zoo.registry import FOLDER, KnownModel, Part
 
-STARTED = time.time()
 STAGING = ".fetching"  # in a user's folder, until files are whole and checked
 COMMIT = re.compile("[0-9a-f]{40}")
 FULL = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}  # the second is not known everywhere
@@ -128,11 +126,7 @@ def fetch(hub: ModuleType, file: File, to: Path | None) -> None:
 def write_once(path: Path, text: str) -> None:
     """Write a small file whole, under a name at first that nobody can foresee. What a killed run left of it goes."""
     if not path.is_file() or path.read_text() != text:
-        before, after = temporary(path, "*").name.rsplit("*", 1)
-        for left in path.parent.glob(f"{glob.escape(before)}*{after}"):
-            with suppress(OSError):
-                if left.lstat().st_mtime < STARTED:  # else it is a run's that goes on
-                    left.unlink()
+        clear_temporary([path])
         write_file(path, text.encode(), force=True)
 
 
