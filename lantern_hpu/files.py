@@ -58,6 +58,13 @@ def reported_as(what: str, hint: str = "") -> Iterator[None]:
         raise WeightsError(what, why, hint) from error
 
 
+def check_regular(path: Path) -> None:
+    """Raise a WeightsError for a pipe or a device under a file's name: reading it may never end."""
+    kind = other_kind(path)
+    if kind:
+        raise WeightsError(f"cannot read {path}", f"it is {kind}", "a copy of it in a file")
+
+
 def check_content(path: Path) -> None:
     """Raise a WeightsError where a download left something else under a file's name."""
     what, hint = f"cannot read {path}", "download it again, by the link to the raw file"
@@ -98,6 +105,7 @@ def parse_json(text: str | bytes, **how: Any) -> Any:
 @contextmanager
 def reading(file: Path, hint: str = "") -> Iterator[dict[str, Any]]:
     """The object in a JSON file; what goes wrong while it is read and used is a WeightsError that names the file."""
+    check_regular(file)
     with reported_as(f"cannot read {file}", hint):
         result = parse_json(read_text(file))
         if not isinstance(result, dict):
@@ -169,9 +177,16 @@ def some_of(paths: Sequence[Path]) -> str:
 
 def check_kind(path: Path) -> None:
     """Refuse a place where something else is than a file, such as a device, which a file would take the place of."""
-    if path.exists() and not path.is_file():
-        kind = "a folder" if path.is_dir() else "no regular file"
+    kind = other_kind(path)
+    if kind:
         raise OutputError(f"{path} is {kind}", "a file cannot be written there")
+
+
+def other_kind(path: Path) -> str:
+    """What is under a name that is no file; nothing where there is a file, or nothing yet."""
+    if os.path.isfile(path) or not os.path.exists(path):
+        return ""
+    return "a folder" if path.is_dir() else "no regular file"
 
 
 def temporary(path: Path, word: str) -> Path:

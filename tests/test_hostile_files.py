@@ -14,21 +14,31 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
+from safetensors.torch import load_file, save_file
 
 from lantern_hpu.commands import generate, pixels
 from lantern_hpu.errors import LanternError, OutputError, WeightsError, exit_code
-from lantern_hpu.files import check_free, own_cache, write_file
+from lantern_hpu.files import check_free, own_cache, sha256, write_file
+from lantern_hpu.models.config import (
+    ConditionConfig,
+    DrafterConfig,
+    T5Config,
+    TransformerConfig,
+    VQConfig,
+)
 from lantern_hpu.models.files.load import open_model
-from lantern_hpu.models.model import Placement, cached_nearest, nearest_codes
+from lantern_hpu.models.files.names import Given
+from lantern_hpu.models.model import Placement, cached_nearest, nearest_codes, read_table
 from lantern_hpu.results.images import METADATA
 from lantern_hpu.tree import tuned_trees
 from lantern_hpu.zoo.find import find_parts
@@ -114,17 +124,91 @@ def test_a_cache_where_others_may_write_is_not_read(
     assert tuned_trees.tuned_methods({"batch_size": 1}, ["scd"]) == {}
 
 
+def spoiled_row(table: np.ndarray, code: int) -> np.ndarray:
+    """With one code in a row that is not among those compared with the codebook."""
+    result = table.copy()
+    result[1, 3] = code
+    return result
+
+
 def test_a_cached_table_of_neighbours_is_checked(cache: Path) -> None:
-    """One that lists other codes draws other tokens."""
+    """One that lists other codes draws other tokens, and codes beyond the codebook are read beyond memory."""
     book = torch.randn(50, 4, generator=torch.Generator().manual_seed(0))
     want = nearest_codes(book, 5)
     assert torch.equal(cached_nearest(book, 5), want)
     (file,) = (cache / "neighbours").iterdir()
     kept = np.load(file)
-    for wrong in (kept[:, ::-1], kept + 1, kept.astype(np.int64), kept[:3], kept * 0 - 1):
+    beyond = [spoiled_row(kept, code) for code in (50, -1, 2**30)]
+    for wrong in (kept[:, ::-1], kept + 1, kept.astype(float), kept[:3], kept * 0 - 1, *beyond):
         np.save(file, wrong)
+        with pytest.warns(UserWarning, match="it is made anew"):
+            assert torch.equal(cached_nearest(book, 5), want)
+        assert np.array_equal(np.load(file), kept)
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.warns(UserWarning, match="no regular file; it is made anew"):
         assert torch.equal(cached_nearest(book, 5), want)
     assert np.array_equal(np.load(file), kept)
+
+
+@pytest.mark.parametrize("place", ["option", "folder", "without a tokenizer"])
+def test_each_row_of_a_table_of_neighbours_is_checked(
+    model: Path, tmp_path: Path, place: str
+) -> None:
+    """What reads tables in C checks no index: a process would end."""
+    folder, table = Path(shutil.copytree(model, tmp_path / "tiny")), tmp_path / "n.npy"
+    about, neighbours = json.loads((folder / "model.json").read_text()), Placement()
+    good = open_model(find_parts(str(folder))).load(neighbours).nearest(20).numpy()
+    big = spoiled_row(good.astype(np.int64), 2**32)
+    unsigned = spoiled_row(good.astype(np.uint64), 2**64 - 1)
+    wrong = (*(spoiled_row(good, code) for code in (32, -1, 2**30)), big, unsigned, good[:31])
+    for rows in (good, good.astype(">i2"), np.asfortranarray(good), *wrong):
+        np.save(table, rows)
+        if place == "folder":
+            shutil.copy(table, folder / "neighbours.npy")
+            about["files"]["neighbours.npy"] = sha256(table)
+            (folder / "model.json").write_text(json.dumps(about))
+        given = Given(neighbours=None if place == "folder" else str(table))
+        opened = open_model(find_parts(str(folder), given))
+        if place == "without a tokenizer":
+            config = replace(opened.config.target, code_pixels=2)
+            opened = replace(opened, config=replace(opened.config, target=config, vq=None))
+        if any(rows is bad for bad in wrong):
+            with pytest.raises(WeightsError, match="are for another codebook"):
+                opened.load(neighbours)
+        else:
+            assert np.array_equal(opened.load(neighbours).nearest(20).numpy(), good)
+
+
+def test_damaged_tables_of_neighbours_are_one_error(tmp_path: Path) -> None:
+    """Headers that lie, and bytes of a script."""
+    file, rng = tmp_path / "n.npy", random.Random(0)
+    np.save(file, nearest_codes(torch.randn(32, 4), 5).numpy().astype(np.uint8))
+    good, read = file.read_bytes(), 0
+    for _ in range(300):
+        data = bytearray(good)
+        for _ in range(rng.choice([1, 2, 30])):
+            data[rng.randrange(rng.choice([12, 128, len(data)]))] = rng.randrange(256)
+        file.write_bytes(data[: rng.randrange(len(data))] if rng.random() < 0.2 else data)
+        with suppress(WeightsError):
+            read += int(read_table(file, None, 32).max()) < 32
+    assert 0 < read < 300
+
+
+def test_a_tokenizer_of_more_codes_than_the_target_draws_is_refused(
+    model: Path, tmp_path: Path
+) -> None:
+    """Neighbours that are computed of its codebook would be codes that no row has."""
+    folder = Path(shutil.copytree(model, tmp_path / "tiny"))
+    about, weights = json.loads((folder / "model.json").read_text()), folder / "vq.safetensors"
+    stored = load_file(weights)
+    name = "quantize.embedding.weight"
+    save_file(stored | {name: stored[name].repeat(2, 1)}, weights)
+    about["vq"]["codebook_size"] *= 2
+    about["files"][weights.name] = sha256(weights)
+    (folder / "model.json").write_text(json.dumps(about))
+    with pytest.raises(WeightsError, match="64 codes, the target draws 32"):
+        open_model(find_parts(str(folder)))
 
 
 def test_a_damaged_tuned_tree_is_as_if_it_were_not_there(cache: Path) -> None:
@@ -180,16 +264,97 @@ def test_a_png_with_hostile_metadata_is_one_error(drawn: Path, tmp_path: Path) -
                 pass
 
 
-def test_a_description_of_hostile_sizes_is_one_error(model: Path, tmp_path: Path) -> None:
-    """Before anything is allocated."""
-    known = json.loads((model / "model.json").read_text())
+CONFIGS = {
+    "target": TransformerConfig,
+    "condition": ConditionConfig,
+    "drafter": DrafterConfig,
+    "vq": VQConfig,
+    "text": T5Config,
+}
+NAMES = dict.fromkeys(("name", "fingerprint", "pixels"), str | None)
+NUMBERS: tuple[Any, ...] = (True, "4", -1, 10**30, float("nan"), float("inf"), [], {})
+LISTS: tuple[Any, ...] = (3, "x", {}, [True], [1.5], [[1]], [None])
+# Of none of the types that a value may have
+WRONG: dict[Any, tuple[Any, ...]] = {
+    bool: (0, 1, *NUMBERS[1:]),
+    int: (1.5, *NUMBERS),
+    float: (-0.5, *(value for value in NUMBERS if value != 10**30)),
+    str: (3, *(value for value in NUMBERS if value != "4")),
+    Literal: (3, *NUMBERS),
+    tuple[int, int]: (["x"], [-1, -1], [1], [1, 1, 1], *LISTS),
+    tuple[int, ...]: (["x"], [-1], [10**30], *LISTS),
+    tuple[str, ...]: ([3], *LISTS),
+}
+# Of the right type, and of no model
+OUT_OF_RANGE: dict[tuple[str, str], tuple[Any, ...]] = {
+    ("target", "layers"): (0, 1001, 10**9),
+    ("target", "heads"): (0, 3),
+    ("target", "kv_heads"): (0, 3),
+    ("target", "grid"): ([0, 4], [10**9, 1]),
+    ("target", "norm_eps"): (1, 1e300),
+    ("target", "rope_base"): (0, 0.5),
+    ("target", "grid_step"): (0,),
+    ("target", "prefixes"): ([0], [4, 2], [2, 2]),
+    ("target", "word_layers"): (1, 3),
+    ("target", "spare_codes"): (32,),
+    ("drafter", "shift"): (2, 96),
+    ("drafter", "ffn_dim"): (0,),
+    ("drafter", "norm_eps"): (1.5,),
+    ("vq", "res_blocks"): (1001, 10**9),
+    ("vq", "multipliers"): ([], [0, 1]),
+    ("vq", "codebook_size"): (0,),
+    ("vq", "decoder_only"): (2, 4, 96, 128),
+    ("text", "num_layers"): (0, 1001),
+    ("text", "d_model"): (0,),
+    ("condition", "frame"): ("x", ""),
+}
+
+
+def wrong_values(kind: Any) -> Iterator[Any]:
+    """Of no value that an annotation allows; 0 is none where there may be None."""
+    kinds = get_args(kind) if type(None) in get_args(kind) else (kind, None)
+    plain = Literal if get_origin(kinds[0]) is Literal else kinds[0]
+    yield from WRONG[plain]
+    if kinds[1] is None:
+        yield None
+    elif plain in (int, float):
+        yield 0
+
+
+def test_values_of_a_description_are_of_their_types_and_ranges(model: Path, tmp_path: Path) -> None:
+    """Every value of every part; one error that names the file, before anything is allocated."""
+    known = json.loads((model / "model.json").read_text()) | {"text": {}}
     for name in known["files"]:
         (tmp_path / name).symlink_to(model / name)
-    for path in (("target", "layers"), ("vq", "res_blocks")):
-        for value in (10**9, 1001, float("nan"), "x", -1, True):
-            (tmp_path / "model.json").write_text(json.dumps(put(known, path, value)))
-            with pytest.raises(WeightsError, match=r"model\.json"):
-                open_model(find_parts(str(tmp_path)))
+    file = tmp_path / "model.json"
+
+    def refused(about: dict[str, Any]) -> bool:
+        file.write_text(json.dumps(about))
+        try:
+            open_model(find_parts(str(tmp_path)))
+        except WeightsError as error:
+            return "model.json" in str(error)
+        return False
+
+    assert not refused(known)
+    every = [
+        (part, name, value)
+        for part, config in CONFIGS.items()
+        for name, kind in get_type_hints(config).items()
+        for value in (*wrong_values(kind), *OUT_OF_RANGE.get((part, name), ()))
+    ]
+    taken = [
+        (part, name, value)
+        for part, name, value in every
+        if not refused(known | {part: known[part] | {name: value}})
+    ]
+    beside = NAMES | {"notes": tuple[str, ...] | None, "codebook": int, "diffusion": int}
+    for name, kind in beside.items():
+        taken += [("", name, v) for v in wrong_values(kind) if not refused(known | {name: v})]
+    named: tuple[Any, ...] = ("cpu", ["cpu"], ["ar"], ["x", None], ["scd", 3], [[], None])
+    for value in ([], *({"cpu": pair} for pair in named)):
+        taken += [] if refused(known | {"fastest": value}) else [("", "fastest", value)]
+    assert len(every) > 600 and not taken
 
 
 METADATA_OF_OTHERS = (

@@ -389,8 +389,8 @@ def test_openmp_is_the_one_that_torch_has_loaded(
         monkeypatch.setattr(torch, "__file__", package)
         native.share_openmp()
         assert loaded_openmp() == before
-    monkeypatch.setattr("ctypes.CDLL", lambda name, mode: opened.append(name))
     opened = list[str]()
+    monkeypatch.setattr("ctypes.CDLL", lambda name, mode: opened.append(name))
     native.share_openmp()
     assert opened == [str(home / folder / "libgomp-98b2.so.1")]
     del maps

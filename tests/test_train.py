@@ -235,7 +235,7 @@ def test_drawn_and_given_tokens_are_learned_from_together(model: Path, tmp_path:
 @pytest.mark.parametrize(
     ("tokens", "said"),
     [
-        (np.zeros((12, 15), int), "does not fit the model: int64 [12, 15] for 12 captions"),
+        (np.zeros((12, 15), int), "does not fit the model: int64 [12, 15] for 12 images"),
         (np.zeros((12, 16)), "does not fit the model: float64"),
         (np.full((12, 16), 32), "tokens from 32 to 32"),
         (None, "cannot read tokens"),

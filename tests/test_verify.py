@@ -364,7 +364,7 @@ def test_device_that_runs_ahead_is_asked_after_the_same_steps(model: Path, metho
                 engine.state.kv_cache.layers[1].read()[0][0, 3, 1] += 1
             return engine, steps
 
-        question.steps = spoiled  # type: ignore[method-assign]
+        question.steps = spoiled  # type: ignore[method-assign, assignment]
         assert question.answer(method)[2]["wrong"] == ["target, layer 1, keys"]
 
         def fewer(pipeline: Any, name: str, most: int) -> Any:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,13 +17,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lantern_hpu.errors import WeightsError
+from lantern_hpu.models.families.eagle import open_drafter
 from lantern_hpu.models.files.checkpoint import open_checkpoint
 from lantern_hpu.models.files.load import open_model
-from lantern_hpu.models.files.names import Given
+from lantern_hpu.models.files.names import Given, read_config
 from lantern_hpu.models.model import ImageModel, Placement, open_table
 from lantern_hpu.models.text.tokens import load_tokenizer
 from lantern_hpu.results.images import read_saved_tokens
+from lantern_hpu.train.unroll import read_encoded, read_samples
 from lantern_hpu.zoo.find import find_parts
+from tests.tiny import tiny_config
 
 State = dict[str, Tensor]
 CLASS, TEXT, HUB = "llamagen-c2i", "llamagen-t2i-256", "llamagen-t2i-512"
@@ -228,6 +233,53 @@ def test_pointers_and_pages_are_named_in_every_kind_of_file(
     with pytest.raises(WeightsError) as refused:
         read(file)
     assert says in str(refused.value) and name in str(refused.value)
+
+
+READERS: dict[str, Callable[[Path], Any]] = {
+    "x.safetensors": open_checkpoint,
+    "x.pt": open_checkpoint,
+    "x.npy": open_table,
+    "x.npz": read_saved_tokens,
+    "samples.npz": lambda file: read_samples(file, "", 1, tiny_config()),
+    "captioned.npz": lambda file: read_encoded(file, tiny_config(), ()),
+    "model.json": lambda file: read_config(file.parent),
+    "drafter.json": lambda file: open_drafter(file.parent, tiny_config()),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_pipes_and_devices_under_a_files_name_are_refused(name: str, tmp_path: Path) -> None:
+    """And not waited for: the writer of a pipe may never come, and a device has no end."""
+    file = tmp_path / name
+    before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it is waited for"))
+    for make in (os.mkfifo, lambda file: file.symlink_to("/dev/zero")):
+        make(file)
+        signal.alarm(5)
+        with pytest.raises(WeightsError):
+            READERS[name](file)
+        signal.alarm(0)
+        file.unlink()
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda weight: weight.to("meta"),
+        Tensor.to_sparse,
+        Tensor.to_sparse_csr,
+        torch._neg_view,
+        lambda weight: torch.nested.nested_tensor([weight, weight]),
+    ],
+    ids=["meta", "sparse", "csr", "negated", "nested"],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_tensors_of_a_pickle_that_are_no_plain_arrays_are_refused(
+    change: Callable[[Tensor], Tensor], tmp_path: Path
+) -> None:
+    torch.save({"model": {"a": torch.ones(2), "b": change(torch.ones(2, 2))}}, tmp_path / "x.pt")
+    with pytest.raises(WeightsError, match="not plain arrays of numbers: b"):
+        open_checkpoint(tmp_path / "x.pt")
 
 
 def test_a_text_encoder_of_pointers_is_named(public: Path, tmp_path: Path) -> None:

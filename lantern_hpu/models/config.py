@@ -8,7 +8,9 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-MOST_LAYERS = 1000  # what a file may ask for before its weights are looked at
+# What a file may ask for before its weights are looked at
+MOST_LAYERS, MOST_TOKENS = 1000, 2**24
+LARGEST = 2**53  # a whole number that JSON holds exactly
 
 types_of = cache(get_type_hints)  # of a dataclass, by field
 
@@ -20,26 +22,28 @@ def check_types(config: Any) -> None:
     """
     for name, kind in types_of(type(config)).items():  # type: ignore[arg-type]
         value = getattr(config, name)
-        if get_origin(kind) is tuple and isinstance(value, list):
-            value = tuple(value)
-            object.__setattr__(config, name, value)
         if not is_of(value, kind):
             raise ValueError(f"{name} is {repr(value)[:60]}")
+        if isinstance(value, list):
+            object.__setattr__(config, name, tuple(value))
 
 
 def is_of(value: Any, kind: Any) -> bool:
-    """Whether a value is of a type, as annotations have it. True is no number, and infinity is none."""
+    """Whether a value is of a type, as annotations have it.
+
+    No number is below 0 or infinite; True is none; and where None is allowed, that is how nothing is written, not 0.
+    """
     inner = get_args(kind)
     if get_origin(kind) is Literal:
-        return value in inner
+        return any(value == each and type(value) is type(each) for each in inner)
     if get_origin(kind) is tuple:
-        fits = isinstance(value, tuple) and (... in inner or len(value) == len(inner))
+        fits = isinstance(value, list | tuple) and (... in inner or len(value) == len(inner))
         return fits and all(is_of(part, inner[0]) for part in value)
     if inner:  # of a union
-        return any(is_of(value, each) for each in inner)
+        return any(is_of(value, each) for each in inner) and (value is False or value != 0)
     if kind is float:
-        return type(value) in (int, float) and math.isfinite(value)
-    return type(value) is kind
+        return type(value) in (int, float) and 0 <= value < math.inf
+    return type(value) is kind and (kind is not int or 0 <= value <= LARGEST)
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,12 @@ class TransformerConfig:
             heads = f"{self.heads} heads on {self.kv} key heads, width {self.dim}"
             why = f"{heads}, {self.layers} layers, grid {self.grid}"
             raise ValueError(f"sizes that no model has: {why}")
+        if not self.norm_eps < 1 <= self.rope_base:
+            raise ValueError(f"norm_eps is {self.norm_eps}, rope_base is {self.rope_base}")
+        if self.tokens > MOST_TOKENS or not self.grid_step:
+            raise ValueError(f"grid {self.grid} in steps of {self.grid_step}")
+        if (0, *self.prefixes) != tuple(sorted({0, *self.prefixes})):
+            raise ValueError(f"prefixes {self.prefixes} do not rise")
         if not 0 <= self.word_layers <= self.layers or (self.word_layers and not self.word_rows):
             why = f"{self.word_layers} of {self.layers} layers, {self.word_rows} words"
             raise ValueError(f"words cannot have layers of their own: {why}")
@@ -243,7 +253,7 @@ class DrafterConfig:
     sees_pads: bool = False
     # 1 where entry i reads token i + 1, as EAGLE does; 0 where it reads token i, as a drafter trained on unshifted
     # tokens does: it predicts the same for the children of all siblings
-    shift: int = 1
+    shift: Literal[0, 1] = 1
     norm_eps: float | None = None
     ffn_dim: int | None = None
     qk_norm: bool | None = None
@@ -251,6 +261,8 @@ class DrafterConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
+        if self.norm_eps is not None and self.norm_eps >= 1:
+            raise ValueError(f"norm_eps is {self.norm_eps}")
 
     def sizes(self, target: TransformerConfig) -> TransformerConfig:
         """The block's, with the target's `layers` left as it is."""
@@ -296,9 +308,15 @@ class VQConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        levels, sizes = len(self.multipliers), (self.channels, self.groups, *self.multipliers)
-        if min(levels, *sizes) < 1 or not 0 <= self.res_blocks <= MOST_LAYERS >= levels:
-            raise ValueError(f"{levels} levels of {self.res_blocks} blocks are no tokenizer's")
+        levels, codes = len(self.multipliers), (self.codebook_size, self.code_dim, self.z_channels)
+        sizes = (levels, self.channels, self.groups, *self.multipliers, *codes)
+        if min(sizes) < 1 or self.res_blocks > MOST_LAYERS or levels > MOST_LAYERS:
+            why = f"{levels} levels of {self.res_blocks} blocks, {codes[0]} codes"
+            raise ValueError(f"sizes that no tokenizer has: {why}")
+        # Cosmos' has its doubling of time at the second coarsest
+        if self.decoder_only >= levels or (self.kind == "cosmos" and levels == 1):
+            why = f"{self.decoder_only} of {levels} levels are the decoder's alone"
+            raise ValueError(f"levels that no tokenizer has: {why}")
 
     @property
     def downsample(self) -> int:
@@ -366,13 +384,13 @@ class T5Config:
 
     def __post_init__(self) -> None:
         check_types(self)
-        if not 0 < self.num_layers <= MOST_LAYERS:
-            raise ValueError(f"{self.num_layers} layers")
+        sizes = [size for size in vars(self).values() if isinstance(size, int)]
+        if min(sizes) < 1 or self.num_layers > MOST_LAYERS:
+            raise ValueError(f"sizes that no text encoder has: {sizes}")
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> T5Config:
-        known = {n: type(d)(values[n]) for n, d in asdict(cls()).items() if n in values}
-        return cls(**known)
+        return cls(**{name: values[name] for name in asdict(cls()) if name in values})
 
     @property
     def parameters(self) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
+import os
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lantern_hpu.errors import OptionError, OutputError, WeightsError, needing
-from lantern_hpu.files import check_content, own_cache, write_file
+from lantern_hpu.files import check_content, check_regular, own_cache, write_file
 from lantern_hpu.methods.request import Request, Sampling
 from lantern_hpu.models.config import ModelConfig, TransformerConfig
 from lantern_hpu.models.cosmos_vq import CosmosVQ
@@ -166,7 +168,7 @@ class ImageModel:
             if self.neighbour_table is None:
                 table = cached_nearest(self.codebook, k)
             else:
-                table = read_table(self.neighbour_table, k)
+                table = read_table(self.neighbour_table, k, self.codes)
             self._near[k] = self.of_vocabulary(table)
         return self._near[k]
 
@@ -226,13 +228,13 @@ def cached_nearest(codebook: Tensor, k: int) -> Tensor:
         file = own_cache("neighbours") / f"{digest}-{width}.npy"
     except OutputError:
         return nearest_codes(rows, k)
-    with suppress(OSError, ValueError, EOFError):  # damaged: made anew
-        kept = torch.from_numpy(np.load(file, allow_pickle=False))
-        if kept.dtype == torch.int32 and kept.shape == (len(rows), width):
-            index = torch.linspace(0, len(rows) - 1, min(CHECKED_ROWS, len(rows))).long()
-            order = code_distances(rows.double(), index).sort(dim=-1, stable=True).indices
-            if torch.equal(kept[index].long(), order[:, :width]):
-                return kept[:, :k].contiguous()
+    if os.path.lexists(file):
+        try:
+            return read_kept(file, rows, width)[:, :k].contiguous()
+        except WeightsError as error:
+            warnings.warn(f"{error.what}: {error.why}; it is made anew", stacklevel=2)
+            with suppress(OSError):
+                file.unlink()
     table, content = nearest_codes(rows, width), io.BytesIO()
     np.save(content, table.numpy(), allow_pickle=False)
     with suppress(OutputError):
@@ -240,43 +242,52 @@ def cached_nearest(codebook: Tensor, k: int) -> Tensor:
     return table[:, :k].contiguous()
 
 
+def read_kept(file: Path, codebook: Tensor, width: int) -> Tensor:
+    """A table [V, width] int32 of the user's cache; a WeightsError unless it is one of this codebook."""
+    table, size = read_table(file, width, len(codebook)), len(codebook)
+    index = torch.linspace(0, size - 1, min(CHECKED_ROWS, size)).long()
+    order = code_distances(codebook.double(), index).sort(dim=-1, stable=True).indices
+    if not torch.equal(table[index].long(), order[:, :width]):
+        raise WeightsError(f"cannot use the neighbours in {file}", "it is of another codebook")
+    return table
+
+
 def open_table(path: Path) -> np.ndarray:
-    """A published table, mapped: row x lists the other codes, nearest first. A folder may hold it."""
+    """A published table, mapped: row x lists the other codes, nearest first. A folder may hold it.
+
+    What its rows hold is not looked at: see `read_table`.
+    """
     if path.is_dir():
         files = sorted(path.glob("top_*_indices.npy"))
         if len(files) != 1:
             raise WeightsError(f"{path} holds {len(files)} neighbour tables, expected one")
         path = files[0]
+    check_regular(path)
     check_content(path)
     try:
-        table = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+        table = np.lib.format.open_memmap(path, mode="r")
+    except Exception as error:  # whatever a damaged header makes of its parts
         raise WeightsError(f"cannot read the neighbours in {path}", str(error)) from error
-    if table.ndim != 2 or table.dtype.kind not in "iu":
+    if table.ndim != 2 or table.dtype.kind not in "iu" or not table.size:
         why = f"it is {list(table.shape)} of {table.dtype}, expected rows of whole numbers"
         raise WeightsError(f"{path} is not a neighbour table", why)
     return table
 
 
 def check_table(path: Path, codebook: Tensor) -> str | None:
-    """Compare some rows of a published table with the codebook. -> a note for the user, if any
+    """Check a published table, and compare some of its rows with the codebook. -> a note for the user, if any
 
     Distances by a float32 product of matrices, as torch.cdist takes them by default, are wrong by up to a hundredth of
     the codes' length: a table that is sorted but for that is one of this codebook.
     """
-    table, size = open_table(path), len(codebook)
+    size = len(codebook)
     foreign = f"the neighbours in {path} are for another codebook"
-    if len(table) != size or table.shape[1] >= size:
-        why = f"it is {list(table.shape)}, the codebook has {size} codes"
-        raise WeightsError(foreign, why)
     rows = codebook.detach().cpu().double()
     index = torch.linspace(0, size - 1, min(CHECKED_ROWS, size)).long()
-    neighbours = torch.from_numpy(table[index.numpy()].astype(np.int64))  # [n, K]
+    neighbours = read_table(path, None, size)[index].long()  # [n, K]
     if bool((neighbours == index[:, None]).any()):
         why = "a code is listed as its own neighbour"
         raise WeightsError(f"the neighbours in {path} cannot be used", why)
-    if bool((neighbours < 0).any()) or bool((neighbours >= size).any()):
-        raise WeightsError(foreign, "codes beyond it")
     listed = code_distances(rows, index).gather(1, neighbours)  # [n, K], infinite nowhere
     closest = code_distances(rows, index).amin(1, keepdim=True)
 
@@ -299,10 +310,22 @@ def table_digest(path: Path) -> str:
     return hashlib.sha256(f"{table.shape}".encode() + some.tobytes()).hexdigest()
 
 
-def read_table(path: Path, k: int) -> Tensor:
-    """The first k columns of a published table, whatever whole numbers it is stored as: [V, k] int32."""
+def read_table(path: Path, k: int | None, codes: int) -> Tensor:
+    """The first k columns of a table, or all, whatever whole numbers it is stored as: [V, k] int32, each a code.
+
+    Raises:
+        WeightsError: it is no table of so many codes. Every row that is returned was looked at: what reads tables
+            checks no index.
+    """
     table = open_table(path)
-    if table.shape[1] < k:
+    foreign = f"the neighbours in {path} are for another codebook"
+    if len(table) != codes or table.shape[1] >= codes:
+        why = f"it is {list(table.shape)}, the codebook has {codes} codes"
+        raise WeightsError(foreign, why)
+    if k is not None and table.shape[1] < k:
         why = f"{path} lists {table.shape[1]}"
         raise OptionError(f"{k} neighbours were asked for", why, f"--relax k={table.shape[1] - 1}")
-    return torch.from_numpy(table[:, :k].astype(np.int32))
+    rows = torch.from_numpy(table[:, :k].astype(np.int64))  # a copy: the file may change
+    if int(rows.min()) < 0 or int(rows.max()) >= codes:
+        raise WeightsError(foreign, f"it lists codes beyond {codes - 1}")
+    return rows.int()

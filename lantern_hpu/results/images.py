@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal
-from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +21,14 @@ from PIL import Image, ImageDraw
 from PIL.PngImagePlugin import PngInfo
 
 from lantern_hpu.errors import OptionError, OutputError
-from lantern_hpu.files import check_content, check_free, parse_json, some_of, write_file
+from lantern_hpu.files import (
+    check_content,
+    check_free,
+    check_regular,
+    parse_json,
+    some_of,
+    write_file,
+)
 from lantern_hpu.methods.request import Request, check_text
 
 CAPTION = 14  # pixels of a line under a picture of a sheet
@@ -478,13 +484,26 @@ class SavedTokens:
     seeds: tuple[int, ...] = ()
 
 
-def read_saved_tokens(path: Path) -> SavedTokens:
-    """A .npz with `tokens` [images, N], `prompts` and `metadata` if it has them; or a .npy of tokens alone."""
+def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
+    """The arrays of a .npz by name, or the one of a .npy as `tokens`.
+
+    Raises:
+        OptionError, WeightsError: it cannot be read.
+    """
+    check_regular(path)
+    check_content(path)
     try:
-        check_content(path)
         with open(path, "rb") as file:
             loaded = np.load(file, allow_pickle=False)
-            held = {"tokens": loaded} if isinstance(loaded, np.ndarray) else dict(loaded)
+            return {"tokens": loaded} if isinstance(loaded, np.ndarray) else dict(loaded)
+    except Exception as error:  # whatever damaged parts make of zip files and headers
+        raise OptionError(f"cannot read tokens from {path}", str(error) or repr(error)) from error
+
+
+def read_saved_tokens(path: Path) -> SavedTokens:
+    """A .npz with `tokens` [images, N], `prompts` and `metadata` if it has them; or a .npy of tokens alone."""
+    held = read_arrays(path)
+    try:
         tokens = np.atleast_2d(held["tokens"])
         prompts = [str(text) for text in held.get("prompts", [""] * len(tokens))]
         metadata = [parse_json(str(text)) for text in held.get("metadata", ["{}"] * len(tokens))]
@@ -498,7 +517,7 @@ def read_saved_tokens(path: Path) -> SavedTokens:
             check_text(f"cannot read tokens from {path}: a prompt", one.get("prompt", ""))
     except KeyError as error:
         raise OptionError(f"cannot read tokens from {path}", "it holds no `tokens`") from error
-    except (OSError, ValueError, TypeError, EOFError, BadZipFile) as error:
+    except (ValueError, TypeError) as error:
         raise OptionError(f"cannot read tokens from {path}", str(error)) from error
     if tokens.ndim != 2 or tokens.dtype.kind not in "iu" or not tokens.size:
         why = f"they are {list(tokens.shape)} of {tokens.dtype}, expected a row of whole numbers an image"

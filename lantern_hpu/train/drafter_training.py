@@ -41,7 +41,7 @@ from tqdm import tqdm
 from lantern_hpu.backends import HOST
 from lantern_hpu.decode.acceptance_counts import Profile, profile
 from lantern_hpu.errors import OptionError, TrainingError, WeightsError
-from lantern_hpu.files import write_file
+from lantern_hpu.files import check_regular, write_file
 from lantern_hpu.methods.relaxation import EXACT
 from lantern_hpu.methods.request import in_turn
 from lantern_hpu.methods.setting import DEFAULT_TREE, METHODS
@@ -301,6 +301,7 @@ class DrafterTraining:
 
     def resume(self) -> None:
         file = self.folder / "state.pt"
+        check_regular(file)
         try:
             state = torch.load(file, weights_only=True, map_location=self.accelerator.device)
             if state["target"] != self.pipeline.model.fingerprint:

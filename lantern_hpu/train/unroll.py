@@ -17,8 +17,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-from zipfile import BadZipFile
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -38,6 +37,7 @@ from lantern_hpu.ops.buffers import additive_mask, causal_mask, prefix_mask
 from lantern_hpu.ops.kv_cache import GrowingCache
 from lantern_hpu.ops.sampling import apply_guidance, to_probs
 from lantern_hpu.pipeline import LanternPipeline
+from lantern_hpu.results.images import read_arrays
 from lantern_hpu.tree import DraftTree
 
 if TYPE_CHECKING:
@@ -110,38 +110,52 @@ def draw_samples(
         np.savez(content, tokens=tokens.astype(np.int32), key=np.array(stamp))
         write_file(file, content.getvalue())
     accelerator.wait_for_everyone()
-    none = np.zeros((0, pipeline.model.target.config.tokens), np.int64)
-    rows = np.concatenate([none, *(read_samples(file, stamp) for file in files)])
+    config = pipeline.model.target.config
+    none = np.zeros((0, config.tokens), np.int64)
+    rows = np.concatenate([none, *(read_samples(file, stamp, batch, config) for file in files)])
     return Samples(torch.from_numpy(rows[:count]), [r.prompt for r in requests[:count]])
 
 
-def read_samples(file: Path, stamp: str) -> NDArray[np.int64]:
-    """Tokens [b, N] of a file with this key."""
-    with np.load(file) as saved:
-        if str(saved["key"]) != stamp:
-            why = "it was drawn by another target, or from other prompts or settings"
-            raise WeightsError(f"{file} cannot be used", why, "another --output")
-        return saved["tokens"].astype(np.int64)
+def read_samples(
+    file: Path, stamp: str, images: int, config: TransformerConfig
+) -> NDArray[np.int64]:
+    """Tokens [images, N] of a file with this key."""
+    saved = read_arrays(file)
+    if str(saved.get("key")) != stamp:
+        why = "it was drawn by another target, or from other prompts or settings"
+        raise WeightsError(f"{file} cannot be used", why, "another --output")
+    return checked_rows(saved.get("tokens", np.zeros(0)), images, config, file)
+
+
+def checked_rows(
+    tokens: NDArray[Any], images: int, config: TransformerConfig, file: Path
+) -> NDArray[np.int64]:
+    """Tokens [images, N] of a file; an OptionError where they are not the model's."""
+    what, shape, codes = (
+        f"{file} does not fit the model",
+        (images, config.tokens),
+        config.vocab_size,
+    )
+    if tokens.shape != shape or tokens.dtype.kind not in "iu":
+        why = f"{tokens.dtype} {list(tokens.shape)} for {images} images"
+        raise OptionError(what, why, f"integers {list(shape)}")
+    if tokens.size and not 0 <= tokens.min() <= tokens.max() < codes:
+        why = f"tokens from {tokens.min()} to {tokens.max()}"
+        raise OptionError(what, why, f"0 to {codes - 1}")
+    return tokens.astype(np.int64)
 
 
 def read_encoded(file: Path, config: TransformerConfig, held_out: Sequence[str]) -> Samples:
     """Captioned pictures as the model's tokenizer encodes them, without those of held-out captions: from a .npz with
     `tokens` [n, N] integers and `captions` [n] strings."""
-    try:
-        with np.load(file, allow_pickle=False) as saved:
-            tokens, captions = saved["tokens"], [str(caption) for caption in saved["captions"]]
-    except (OSError, ValueError, KeyError, TypeError, BadZipFile) as error:
+    saved = read_arrays(file)
+    if not {"tokens", "captions"} <= saved.keys():
         hint = "an .npz with tokens [n, N] and captions [n]"
-        raise OptionError(f"cannot read tokens from {file}", repr(error), hint) from error
-    shape, codes = (len(captions), config.tokens), config.vocab_size
-    if tokens.shape != shape or tokens.dtype.kind not in "iu":
-        why = f"{tokens.dtype} {list(tokens.shape)} for {len(captions)} captions"
-        raise OptionError(f"{file} does not fit the model", why, f"integers {list(shape)}")
-    if tokens.size and not 0 <= tokens.min() <= tokens.max() < codes:
-        why = f"tokens from {tokens.min()} to {tokens.max()}"
-        raise OptionError(f"{file} does not fit the model", why, f"0 to {codes - 1}")
+        raise OptionError(f"cannot read tokens from {file}", f"it holds {sorted(saved)}", hint)
+    captions = [str(caption) for caption in np.atleast_1d(saved["captions"])]
+    tokens = checked_rows(saved["tokens"], len(captions), config, file)
     kept = [i for i, caption in enumerate(captions) if caption not in held_out]
-    rows = torch.from_numpy(tokens[kept].astype(np.int64))
+    rows = torch.from_numpy(tokens[kept])
     return Samples(rows, [captions[i] for i in kept], sha256(file))
 
 

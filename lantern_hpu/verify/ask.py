@@ -189,9 +189,9 @@ class Asked:
         numbers = {"largest difference": apart[worst], "tolerance": CACHE_TOLERANCE}
         if wrong:
             what = f"{len(wrong)} of {len(apart)} differ, {worst} the most, by {apart[worst]:.1e}"
-            got, want = shapes[worst]
-            if got != want:
-                what += f"; it is {got} after {CACHE_STEPS} steps, {want} on the CPU"
+            here, there = shapes[worst]
+            if here != there:
+                what += f"; it is {here} after {CACHE_STEPS} steps, {there} on the CPU"
             return "refuted", what, numbers | {"wrong": wrong}
         return "confirmed", f"{len(apart)} tensors, {apart[worst]:.1e} apart at most", numbers
 

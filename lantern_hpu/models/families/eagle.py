@@ -172,4 +172,4 @@ def eagle_config(
     changed: dict[str, Any] = {n: size for n, size in sizes.items() if size != getattr(target, n)}
     # A LlamaGen drafter was trained without a mask for pads.
     input_norm, sees_pads = "layers.0.input_layernorm.weight" in checkpoint, target.rope == "2d"
-    return DrafterConfig(input_norm, sees_pads, int(shift), **changed)
+    return DrafterConfig(input_norm, sees_pads, 1 if shift else 0, **changed)

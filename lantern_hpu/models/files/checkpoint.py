@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lantern_hpu.errors import WeightsError
-from lantern_hpu.files import check_content, file_in, reading
+from lantern_hpu.files import check_content, check_regular, file_in, reading
 from lantern_hpu.models.files.names import PICKLES, SAFE, SCRIPT, series_of, weights_files
 from lantern_hpu.models.files.torchscript import read_torchscript
 
@@ -35,6 +35,11 @@ CONTAINERS = ("model", "module", "state_dict", "ema")
 WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 # In what torch says of a pickle that names a function or class to call
 CODE = ("GLOBAL", "Unsupported global", "Unsupported class")
+# What sizes raise that do not make a module
+MISSIZED = (
+    *(RuntimeError, ValueError, TypeError, AttributeError, AssertionError),
+    *(ArithmeticError, LookupError),
+)
 # Of torch: before it, `weights_only` could be led to run code (CVE-2025-32434)
 PICKLES_SINCE = (2, 6)
 Rules = Sequence[tuple[str, str]]  # what to find in names, and what replaces it
@@ -113,6 +118,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def open_file(path: Path) -> Checkpoint:
+    check_regular(path)
     if not path.is_file():
         raise WeightsError(f"{path} does not exist")
     if path.suffix not in (SAFE, *PICKLES, SCRIPT):
@@ -198,8 +204,18 @@ def open_pickle(path: Path) -> Checkpoint:
     if not tensors:
         keys = some_names(sorted(map(str, content)))
         raise WeightsError(f"{path} holds no weights", f"its keys are {keys}")
+    odd = [name for name, tensor in tensors.items() if not is_plain(tensor)]
+    if odd:
+        why = f"not plain arrays of numbers: {some_names(odd)}"
+        raise WeightsError(f"cannot read {path}", why, "a safetensors file")
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     return Checkpoint(path, shapes, tensors.__getitem__, note)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether memory holds all numbers of a tensor as they are: not sparse, nested, or on `meta`."""
+    dense = tensor.layout == torch.strided and not tensor.is_nested
+    return dense and not (tensor.is_meta or tensor.is_neg() or tensor.is_quantized)
 
 
 def load_pickle(path: Path) -> dict[str, Any]:
@@ -326,11 +342,10 @@ class Unfilled(TorchFunctionMode):
 @contextmanager
 def shapes_only() -> Iterator[None]:
     """Modules made inside are on `meta`: no storage, and not filled (there a normal distribution loads a compiler)."""
-    wrong = (RuntimeError, ValueError, TypeError, AttributeError, AssertionError, ArithmeticError)
     try:
         with torch.device("meta"), Unfilled():
             yield
-    except wrong as error:
+    except MISSIZED as error:
         why = str(error).splitlines()[0] if str(error) else repr(error)
         raise WeightsError("these sizes do not make a model", why) from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,7 +14,8 @@ from torch import nn
 from lantern_hpu.errors import OptionError, WeightsError
 from lantern_hpu.files import reported_as
 from lantern_hpu.methods.request import Sampling
-from lantern_hpu.models.config import ConditionConfig, ModelConfig, VQConfig
+from lantern_hpu.methods.setting import METHODS
+from lantern_hpu.models.config import ConditionConfig, ModelConfig, VQConfig, is_of
 from lantern_hpu.models.families import family_of
 from lantern_hpu.models.families.eagle import OpenedDrafter, open_drafter
 from lantern_hpu.models.files.checkpoint import (
@@ -46,6 +48,7 @@ from lantern_hpu.models.model import (
     Placement,
     check_table,
     grid_by_size,
+    read_table,
     table_digest,
 )
 from lantern_hpu.models.text.frames import FRAMES
@@ -68,6 +71,11 @@ VQ_MISSING = (
 DIFFUSION_MISSING = "the diffusion model (the whole pipeline's folder; --save-tokens needs none)"
 # Of a model that was saved as a part of another: published files have their heads outside
 INNER_HEADS = ("model.lm_head.", "model.gen_head.", "model.text_model.lm_head.")
+# Values of `model.json` beside those of the configs
+DESCRIBED = {
+    **dict.fromkeys(("name", "fingerprint", "pixels"), str | None),
+    "notes": tuple[str, ...] | None,
+}
 TIED = ("target.head.weight", "target.embed.weight")
 TEXT_MISSING = "the text encoder (--text-encoder; google/flan-t5-xl)"
 
@@ -167,16 +175,25 @@ def open_folder(parts: Parts) -> Opened:
     about, config = read_config(path)
     files = about["files"]
     with reported_as(f"cannot read {path / CONFIG}"):
+        for key, kind in DESCRIBED.items():
+            if not is_of(about.get(key), kind):
+                raise ValueError(f"{key} is {repr(about[key])[:60]}")
+        if config.condition.frame not in FRAMES:
+            raise ValueError(f"frame is {config.condition.frame!r}")
         sampling = Sampling(**about["sampling"])
         fastest = {device: (method, tree) for device, (method, tree) in about["fastest"].items()}
+        for method, tree in fastest.values():
+            if method not in METHODS or not is_of(tree, str | None):
+                raise ValueError(f"fastest names {method!r} with the tree {tree!r}")
         if config.vq is None and not config.target.code_pixels:
             raise KeyError("vq")
     code_pixels = config.vq.downsample if config.vq else config.target.code_pixels
     other_vq = None
     if parts.vq is not None and config.vq is not None:
         vq, other_vq = open_vq(open_checkpoint(parts.vq), config.vq.normalize_codebook)
-        check_vq(vq, config.target, code_pixels, parts.vq)
         config = replace(config, vq=vq)
+    if config.vq is not None:
+        check_vq(config.vq, config.target, code_pixels, parts.vq or path / VQ)
 
     def stored(name: str) -> Stored:
         return Stored(open_checkpoint(path / name), digest=files.get(name))
@@ -193,7 +210,7 @@ def open_folder(parts: Parts) -> Opened:
         )
 
     pixels = parts.pixels or (Path(about["pixels"]) if about.get("pixels") else None)
-    name, notes = about.get("name", path.name), tuple(about.get("notes", ()))
+    name, notes = about.get("name") or path.name, tuple(about.get("notes") or ())
     return Opened(parts, name, config, code_pixels, sampling, weights, pixels, fastest, notes)
 
 
@@ -250,12 +267,14 @@ def load_vq(config: VQConfig, stored: Stored, device: torch.device | None) -> tu
 
 
 def check_neighbours(model: ImageModel) -> None:
-    """Compare a model's table of neighbours, if it has one, with its codebook, and take its digest."""
+    """Check a model's table of neighbours, if it has one, compare it with its codebook, and take its digest."""
     if model.neighbour_table is None:
         return
-    note = "neighbours were not compared with a codebook: there is no tokenizer"
     if model.vq is not None:
         note = check_table(model.neighbour_table, model.codebook) or ""
+    else:
+        read_table(model.neighbour_table, None, model.codes)
+        note = "neighbours were not compared with a codebook: there is no tokenizer"
     model.notes += [note] if note and note not in model.notes else []
     model.files["neighbours"] = table_digest(model.neighbour_table)
 
@@ -287,7 +306,7 @@ def make_condition(
 
 
 def text_encoder(config: ConditionConfig, prefix: int, placement: Placement) -> T5Conditioner:
-    if config.text is None or not Path(config.text).is_dir():
+    if config.text is None or not os.path.isdir(config.text):
         what = "the text encoder is missing" + (f" ({config.text})" if config.text else "")
         raise WeightsError(what, "prompts cannot be read", "--text-encoder FOLDER")
     dtype, where = placement.dtype or torch.float32, (placement.device, placement.to_device)

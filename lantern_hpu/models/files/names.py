@@ -99,7 +99,7 @@ def is_weights(path: Path) -> bool:
 
 def series_of(path: Path) -> list[str]:
     """The names of all files of a series such as model-00001-of-00002.safetensors; none where it is not of one."""
-    found = re.fullmatch(r"(.+-)(\d+)(-of-)(\d+)(\.\w+)", path.name)
+    found = re.fullmatch(r"(.+-)(\d{1,5})(-of-)(\d{1,5})(\.\w+)", path.name)
     if found is None:
         return []
     stem, number, of, count, ending = found.groups()
@@ -145,7 +145,7 @@ def with_text(config: ModelConfig, folder: Path | None) -> ModelConfig:
         condition = replace(config.condition, text=str(folder.resolve()))
         config = replace(config, condition=condition)
     file = Path(config.condition.text or "") / "config.json"
-    if not file.is_file():
+    if not os.path.isfile(file):  # a name too long for a file is none
         return config
     with reading(file, "download it again") as result:
         return replace(config, text=T5Config.from_json(result))

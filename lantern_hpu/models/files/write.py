@@ -104,7 +104,7 @@ def write_model(model: ImageModel, folder: Path, progress: Any) -> None:
         progress.update()
     if model.neighbour_table is not None:
         width = min(model.listed_neighbours, CACHED_NEIGHBOURS)
-        np.save(folder / NEIGHBOURS, read_table(model.neighbour_table, width).numpy())
+        np.save(folder / NEIGHBOURS, read_table(model.neighbour_table, width, model.codes).numpy())
     if isinstance(model.condition, TokenConditioner):
         text = model.condition.tokenizer.backend_tokenizer.to_str()
         (folder / TOKENIZER).write_text(text)
