@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import json
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from lantern_hpu.serve.calls import read_call
 from lantern_hpu.serve.menu import make_menu
 from lantern_hpu.serve.options import ServeOptions
 from lantern_hpu.serve.protocol import ImagesRequest
-from tests.test_serve import Running, served
+from tests.test_serve import Running, lines_of, served
 
 NAMES = ("dall-e-3", "gpt-image-1", "org/own-model")
 
@@ -167,8 +166,7 @@ def test_a_cut_prompt_is_in_the_answer_and_counted_in_the_log(
 ) -> None:
     with caplog.at_level("INFO", "lantern_hpu.serve"):
         answer = drawn(server.post(prompt="a red cat on blue apple zebra", style="vivid"))
-        while not (said := [r.message for r in caplog.records if r.name == "lantern_hpu.serve"]):
-            time.sleep(0.01)  # the line is written once the answer is sent
-    (line,) = map(json.loads, said)
+        server.until(lambda: lines_of(caplog))
+    (line,) = map(json.loads, lines_of(caplog))
     assert "left out: 'apple zebra'" in " ".join(answer["warnings"])
     assert line["warnings"] == len(answer["warnings"]) and "zebra" not in caplog.text

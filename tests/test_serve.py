@@ -1098,6 +1098,11 @@ def test_the_dashboard_asks_for_metrics_that_exist(server: Running) -> None:
             assert name in known or name.removesuffix("_bucket") in known, name
 
 
+def lines_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Of a server's log; a line is written once its answer is sent."""
+    return [r.message for r in caplog.records if r.name == "lantern_hpu.serve"]
+
+
 def test_each_request_leaves_one_line_in_the_log(
     server: Running, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -1109,13 +1114,15 @@ def test_each_request_leaves_one_line_in_the_log(
             timeout=300,
         )
         server.post(prompt="cat", n=0)
-    good, bad = (json.loads(r.message) for r in caplog.records if r.name == "lantern_hpu.serve")
+        server.until(lambda: len(lines_of(caplog)) == 2)
+    good, bad = map(json.loads, lines_of(caplog))
     assert answer.headers["X-Request-Id"] == "mine" == good["id"]
     assert (good["status"], good["method"], good["seed"], good["steps"]) == (200, "ar", 5, 15)
     assert bad["status"] == 400 and "greater than" in bad["error"]
     caplog.clear()
     with caplog.at_level("INFO", "lantern_hpu.serve"):
         assert server.post(prompt="a secret \x07").status_code == 400
+        server.until(lambda: lines_of(caplog))
     assert "secret" not in caplog.text and "prompt: invalid_value" in caplog.text
 
 
