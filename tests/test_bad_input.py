@@ -23,9 +23,11 @@ from torch import nn
 from lantern_hpu import cli
 from lantern_hpu.cli import module_of
 from lantern_hpu.commands import convert, generate, pixels, serve
-from lantern_hpu.errors import OptionError, WeightsError
+from lantern_hpu.errors import LanternError, OptionError, WeightsError
 from lantern_hpu.models.files.checkpoint import Stored, open_checkpoint, shapes_only
 from lantern_hpu.models.files.load import Opened, open_model
+from lantern_hpu.models.files.names import Given
+from lantern_hpu.models.text.t5 import check_t5_files
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.prompts import read_prompts
 from lantern_hpu.zoo.find import find_parts
@@ -260,6 +262,17 @@ def test_a_description_names_no_file_outside_its_folder(
         open_model(find_parts(str(folder)))
     with pytest.raises(WeightsError, match="cannot be in it"):
         open_checkpoint(folder)
+    with pytest.raises(WeightsError, match="cannot be in it"):
+        check_t5_files(folder)
+
+
+@pytest.mark.parametrize("name", ["~\0", "~\0/x", "~\ud800", "a/b\0c", "\0"])
+def test_names_that_no_file_can_have_are_one_error(name: str) -> None:
+    """By themselves, and as a part of a model."""
+    with pytest.raises(LanternError):
+        find_parts(name)
+    with pytest.raises(LanternError):
+        open_model(find_parts("builtin", Given(vq=name)))
 
 
 KILLED = """

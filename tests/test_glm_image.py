@@ -344,6 +344,7 @@ def test_saved_tokens_become_the_pictures_that_generate_makes(
     for changes, why in (
         ({"grid": ()}, "grid and seeds are not known"),
         ({"grid": (4, 6)}, "the grid has 4 x 6"),
+        ({"grid": -saved["grid"]}, "grid is (-"),
         ({"tokens": saved["tokens"] + 64}, "codes from 0 to 63"),
     ):
         np.savez(file, **saved | {name: np.asarray(value) for name, value in changes.items()})

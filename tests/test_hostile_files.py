@@ -27,7 +27,7 @@ from PIL.PngImagePlugin import PngInfo
 from safetensors.torch import load_file, save_file
 
 from lantern_hpu.commands import generate, pixels
-from lantern_hpu.errors import LanternError, OutputError, WeightsError, exit_code
+from lantern_hpu.errors import LanternError, OptionError, OutputError, WeightsError, exit_code
 from lantern_hpu.files import check_free, own_cache, sha256, write_file
 from lantern_hpu.models.config import (
     ConditionConfig,
@@ -39,7 +39,7 @@ from lantern_hpu.models.config import (
 from lantern_hpu.models.files.load import open_model
 from lantern_hpu.models.files.names import Given
 from lantern_hpu.models.model import Placement, cached_nearest, nearest_codes, read_table
-from lantern_hpu.results.images import METADATA
+from lantern_hpu.results.images import METADATA, read_saved_tokens
 from lantern_hpu.tree import tuned_trees
 from lantern_hpu.zoo.find import find_parts
 
@@ -377,6 +377,16 @@ def test_tokens_with_hostile_metadata_are_one_error(
     command = [str(tmp_path / "b.npz"), "--model", str(model), "--output", str(tmp_path / "b.png")]
     assert pixels.main(command) == 2
     assert "cannot read tokens" in capsys.readouterr().err and not (tmp_path / "b.png").exists()
+
+
+@pytest.mark.parametrize("name", ["grid", "seeds"])
+@pytest.mark.parametrize("value", [np.inf, np.nan, "x", [[1, 2], [3, 4]]])
+def test_numbers_beside_saved_tokens_that_are_none_are_one_error(
+    drawn: Path, tmp_path: Path, name: str, value: Any
+) -> None:
+    np.savez(tmp_path / "b.npz", **dict(np.load(drawn / "a.npz")) | {name: np.array([value])})
+    with pytest.raises(OptionError, match="cannot read tokens"):
+        read_saved_tokens(tmp_path / "b.npz")
 
 
 # Files that a script damages: `DAMAGED=2000 pytest -n 0 tests/test_hostile_files.py -k damaged_by_a_script`

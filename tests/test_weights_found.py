@@ -297,6 +297,17 @@ def test_what_a_pickle_holds_beside_weights_is_named(folder: Path) -> None:
     assert "save the weights alone" in str(refused.value)
 
 
+@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="torch before 2.8 has none")
+def test_formats_that_torch_cannot_turn_into_another_are_refused_by_name(folder: Path) -> None:
+    file = folder / "c2i_B_256.pt"
+    state = state_of(file)
+    name = next(name for name in state if "wqkv" in name)
+    state[name] = state[name].to(torch.uint8).view(torch.float4_e2m1fn_x2)
+    torch.save({"model": state}, file)
+    with pytest.raises(WeightsError, match=r"wqkv.* holds torch\.float4"):
+        loaded(folder)
+
+
 # Drafters
 
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from lantern_hpu.backends import DeviceOptions, get_backend, prepare
 from lantern_hpu.commands import options
 from lantern_hpu.errors import OptionError, WeightsError, exit_code
-from lantern_hpu.files import check_free, write_file
+from lantern_hpu.files import check_free, reported_as, write_file
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.files.names import VQ, Given
 
@@ -92,7 +92,8 @@ def diffused(
         why = f"{saved.tokens.shape[1]} a picture, the grid has {grid[0]} x {grid[1]}"
         raise OptionError(what, why)
     check_codes(saved.tokens, config, f"the tokens in {file} are of another model")
-    sized = config.of_grid((grid[0], grid[1]))
+    with reported_as(what):
+        sized = config.of_grid((grid[0], grid[1]))
     backend = get_backend(device.device, "eager")
     with backend.errors():
         dtype, _ = backend.number_format(device.dtype, config.parameters)

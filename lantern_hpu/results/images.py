@@ -517,7 +517,7 @@ def read_saved_tokens(path: Path) -> SavedTokens:
             check_text(f"cannot read tokens from {path}: a prompt", one.get("prompt", ""))
     except KeyError as error:
         raise OptionError(f"cannot read tokens from {path}", "it holds no `tokens`") from error
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, ArithmeticError) as error:
         raise OptionError(f"cannot read tokens from {path}", str(error)) from error
     if tokens.ndim != 2 or tokens.dtype.kind not in "iu" or not tokens.size:
         why = f"they are {list(tokens.shape)} of {tokens.dtype}, expected a row of whole numbers an image"

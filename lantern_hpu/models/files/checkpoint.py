@@ -42,6 +42,11 @@ MISSIZED = (
 )
 # Of torch: before it, `weights_only` could be led to run code (CVE-2025-32434)
 PICKLES_SINCE = (2, 6)
+# What weights may be stored as: all that torch can turn into another
+FLOATS = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.float8_e4m3fn, torch.float8_e5m2),
+)
 Rules = Sequence[tuple[str, str]]  # what to find in names, and what replaces it
 SHOWN = 8  # names listed of each kind of mistake before "and n more"
 
@@ -392,7 +397,7 @@ def read_source(
     parts = []
     for name in source.names:
         part = checkpoint.read(name)
-        if not part.is_floating_point():
+        if part.dtype not in FLOATS:
             raise WeightsError(f"{checkpoint.path} does not fit", f"{name} holds {part.dtype}")
         parts.append(part)
     if source.rows is not None:

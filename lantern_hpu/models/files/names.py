@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lantern_hpu.errors import OptionError, WeightsError, option, option_name
-from lantern_hpu.files import ASSETS, file_in, reading, sha256
+from lantern_hpu.files import ASSETS, file_in, reading, reported_as, sha256
 from lantern_hpu.models.config import ModelConfig, T5Config
 
 BUILTIN = ASSETS / "builtin"
@@ -83,7 +83,8 @@ OPTIONS = {part.name: option_name(part) for part in fields(Given) if part.name !
 
 def given_path(text: str) -> Path:
     """A path as users give it: `~` is the home, and the Hub cache's folder of a repository is its main version."""
-    path = Path(os.path.expanduser(text))
+    with reported_as(f"{text!r:.60} is no path"):  # of a home whose name no user can have
+        path = Path(os.path.expanduser(text))
     if not path.name.startswith("models--") or not (path / "snapshots").is_dir():
         return path
     ref, versions = path / "refs" / "main", sorted((path / "snapshots").iterdir())

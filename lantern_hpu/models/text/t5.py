@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lantern_hpu.errors import WeightsError, needing
-from lantern_hpu.files import check_content, reading
+from lantern_hpu.files import check_content, file_in, reading
 from lantern_hpu.models.config import T5Config
 from lantern_hpu.models.files.checkpoint import SINGLES, open_checkpoint
 from lantern_hpu.models.files.names import weights_files
@@ -305,8 +305,8 @@ def _missing_weights(folder: Path) -> list[str]:
         index = folder / f"{name}.index.json"
         if index.is_file():
             with reading(index, HINT) as about:
-                parts = set(about["weight_map"].values())
-            return sorted(part for part in parts if not (folder / part).is_file())
+                parts = {file_in(folder, part) for part in about["weight_map"].values()}
+            return sorted(part.name for part in parts if not part.is_file())
     return [" or ".join(SINGLES)]
 
 
