@@ -84,6 +84,8 @@ class TransformerConfig:
     qkv_bias: bool = False
     # Norms also of what attention and SwiGLU return, before it is added (GLM)
     sandwich_norms: bool = False
+    # Norms of what attention and SwiGLU read; without them those of `sandwich_norms` are the only ones (Chameleon 30B)
+    input_norms: bool = True
     # How many features of a head are rotated; None: all. Those that are not form pairs too, behind the rotated ones.
     rotary_dim: int | None = None
     # Frequencies of each axis of "mrope"
@@ -217,7 +219,8 @@ class TransformerConfig:
         matrices = sum(rows * columns for rows, columns in self.block_matrices)
         norms = 2 * (self.width + self.kv_width) if self.qk_norm else 0
         bias = self.width + 2 * self.kv_width if self.qkv_bias else 0
-        return matrices + (1 + input_norm + 2 * self.sandwich_norms) * self.dim + norms + bias
+        before = (1 + input_norm) * self.input_norms
+        return matrices + (before + 2 * self.sandwich_norms) * self.dim + norms + bias
 
     @property
     def table_parameters(self) -> int:

@@ -184,7 +184,8 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer. The LlamaGen drafter's has no norm before its attention, GLM's has norms behind both parts too.
+    """One layer. The LlamaGen drafter's has no norm before its attention, GLM's has norms behind both parts too, large
+    Chameleons' behind them alone.
 
     Late ones of MammothModa2's have two SwiGLUs: `ffn` for image tokens, which alone a step has, `word_ffn` for words.
     """
@@ -197,13 +198,16 @@ class Block(nn.Module):
         words_apart: bool = False,
     ) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config, kernels) if input_norm else nn.Identity()
+        self.eps = config.norm_eps  # of its norms
+        norm: Any = partial(RMSNorm, config, kernels)
+        before = norm if config.input_norms else nn.Identity
+        behind = norm if config.sandwich_norms else nn.Identity
+        self.attention_norm = before() if input_norm else nn.Identity()
         self.attention = SelfAttention(config, kernels)
-        self.ffn_norm = RMSNorm(config, kernels)
+        self.ffn_norm = before()
         self.ffn = FeedForward(config, kernels)
         self.word_ffn = FeedForward(config, kernels) if words_apart else None
-        post: Any = partial(RMSNorm, config, kernels) if config.sandwich_norms else nn.Identity
-        self.attention_post_norm, self.ffn_post_norm = post(), post()
+        self.attention_post_norm, self.ffn_post_norm = behind(), behind()
 
     def forward(
         self,

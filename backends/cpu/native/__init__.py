@@ -234,7 +234,7 @@ class NativeDecoder(nn.Module):
         self.layers = (CLayer * len(blocks))(*map(self.pack, blocks))
         attention, down = blocks[0].attention, blocks[0].ffn.down
         sizes = {x: getattr(attention, x) for x in ("heads", "kv", "head_dim", "interleaved")}
-        sizes |= {"dim": down.out_features, "ffn": down.in_features, "eps": blocks[0].ffn_norm.eps}
+        sizes |= {"dim": down.out_features, "ffn": down.in_features, "eps": blocks[0].eps}
         final_norm = None if norm is None else self.keep(norm.weight)
         layers = {"layer_count": len(blocks), "layers": addressof(self.layers)}
         self.model = {"format": self.format, **sizes, **layers, "final_norm": final_norm}

@@ -63,6 +63,8 @@ def chameleon_config(
         "norm_eps": 1e-5,
         "rope_base": 10000.0,
         "qk_norm": True,
+        "sandwich_norms": bool(about.get("swin_norm")),
+        "input_norms": not about.get("swin_norm"),
     }
     said = about | {"num_attention_heads": head_count(checkpoint, about)}
     return llama_config(checkpoint, said, "model.", 1, **usual | sizes)
@@ -86,6 +88,9 @@ def chameleon_recipe(
     for i in range(config.layers):
         goal, old = f"target.layers.{i}.", f"model.layers.{i}."
         recipe |= head_norms(goal, old, checkpoint, config.heads, config.kv)
+        if not config.input_norms:  # by the same names, behind attention and SwiGLU
+            for part in ("attention", "ffn"):
+                recipe[f"{goal}{part}_post_norm.weight"] = recipe.pop(f"{goal}{part}_norm.weight")
     return recipe
 
 

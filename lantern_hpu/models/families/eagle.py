@@ -147,6 +147,10 @@ def eagle_config(
             raise WeightsError(
                 f"the drafter {checkpoint.path} cannot be used", why, "an EAGLE drafter"
             )
+    if target.sandwich_norms:
+        what = f"the drafter {checkpoint.path} cannot be used"
+        why = "its target has norms behind attention and SwiGLU, which no published drafter has"
+        raise WeightsError(what, why, "--method scd, or a drafter of `lantern-hpu train drafter`")
     what = f"the drafter {checkpoint.path} is for another target"
     mine, theirs = checkpoint.shapes.get("fc.weight"), (target.dim, 2 * target.dim)
     if mine != theirs:
