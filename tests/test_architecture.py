@@ -49,14 +49,12 @@ CONSTANTS = {"tensor", "arange", "zeros", "ones", "full", "empty", "eye", "as_te
 
 
 # The size of the code in lines of Python, rounded up to 500: `python -m scripts.house` reports the size itself
-PRODUCT, WHOLE = (
-    28_000,
-    45_000,
-)  # lantern_hpu, backends and graphs; the repository without its tests
+PRODUCT = 28_000  # lantern_hpu, backends and graphs
+WHOLE = 45_500  # the repository without its tests
 NATIVE = 1_000  # lines of C of the product
 DATACLASSES = 110  # of the product
 OPTIONS = 42  # of `generate`
-FILES = 46  # whose functions run for `generate --prompt "a red apple"`
+FILES = 47  # whose functions run for `generate --prompt "a red apple"`
 LONGEST = 95  # lines of a function of the product
 
 

@@ -230,7 +230,7 @@ class Block(nn.Module):
     def last_scales(self) -> tuple[Tensor, Tensor]:
         """The last weights that attention and SwiGLU pass; where they are zero, the block adds nothing."""
         norms = self.attention_post_norm, self.ffn_post_norm
-        last = norms if isinstance(norms[0], RMSNorm) else (self.attention.out, self.ffn.down)
+        last: Any = norms if isinstance(norms[0], RMSNorm) else (self.attention.out, self.ffn.down)
         return last[0].weight, last[1].weight
 
 

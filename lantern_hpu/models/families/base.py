@@ -125,6 +125,7 @@ def llama_config(
     head_dim: int,
     norm_eps: float,
     rope_base: float,
+    read: Sequence[str] = (),
     **sizes: Any,
 ) -> TransformerConfig:
     """Sizes of a network with the tensors of transformers' Llama.
@@ -132,9 +133,9 @@ def llama_config(
     Args:
         about: what config.json says of it. model: before the names of its tensors.
         head_dim, norm_eps, rope_base: where config.json does not say them (of heads, their number).
-        sizes: what else the family has.
+        read: settings that the family reads itself. sizes: what else it has.
     """
-    check_arithmetic(checkpoint, about)
+    check_arithmetic(checkpoint, about, read)
     layer, rope = f"{model}layers.0.", about.get("rope_parameters") or {}
     rows, dim = checkpoint.shapes[f"{model}embed_tokens.weight"]
     heads = int(about.get("num_attention_heads", dim // head_dim))

@@ -67,7 +67,7 @@ def chameleon_config(
         "input_norms": not about.get("swin_norm"),
     }
     said = about | {"num_attention_heads": head_count(checkpoint, about)}
-    return llama_config(checkpoint, said, "model.", 1, **usual | sizes)
+    return llama_config(checkpoint, said, "model.", 1, read=("swin_norm",), **usual | sizes)
 
 
 def check_draws(checkpoint: Checkpoint, about: dict[str, Any], config: TransformerConfig) -> None:
