@@ -17,7 +17,8 @@ from importlib import import_module
 
 from lantern_hpu import __version__
 from lantern_hpu.backends import GAUDI
-from lantern_hpu.errors import OptionError, choices, exit_code, open_streams
+from lantern_hpu.console import open_streams
+from lantern_hpu.errors import OptionError, choices, exit_code
 
 # Each is a module of `lantern_hpu.commands` with a `main(argv)`, imported only when it is asked for.
 COMMANDS = {

@@ -6,15 +6,15 @@ import difflib
 import functools
 import importlib.metadata
 import inspect
-import io
-import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import Field, field, fields
 from numbers import Integral, Real
 from typing import Any, ParamSpec, TypeVar
+
+from lantern_hpu.console import replace_unshown
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -126,59 +126,6 @@ class OutputError(LanternError):
 
 class TrainingError(LanternError):
     """A training run cannot go on."""
-
-
-class Console(io.TextIOBase):
-    """A stream for what may be lost: what it cannot take, as it is closed or its disk is full, is left out."""
-
-    def __init__(self, stream: Any) -> None:
-        """
-        Args:
-            stream: None where the process has none, as a program without a window or a daemon.
-        """
-        self.stream = stream
-
-    def write(self, text: str) -> int:
-        with suppress(AttributeError, OSError, ValueError):
-            self.stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with suppress(AttributeError, OSError, ValueError):
-            self.stream.flush()
-
-    def isatty(self) -> bool:
-        with suppress(AttributeError, ValueError):
-            return bool(self.stream.isatty())
-        return False
-
-    def fileno(self) -> int:
-        return super().fileno() if self.stream is None else int(self.stream.fileno())
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return getattr(self.stream, "encoding", None) or "utf-8"
-
-
-def open_streams() -> None:
-    """Let a process go on whose standard streams are closed or full.
-
-    No file that is opened later takes the number of a closed one, which libraries write to.
-    """
-    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
-        os.set_inheritable(number, True)
-    os.close(number)
-    if not isinstance(sys.stderr, Console):
-        replace_unshown(sys.stderr)
-        sys.stderr = Console(sys.stderr)
-    if sys.stdout is None:
-        sys.stdout = Console(None)
-
-
-def replace_unshown(stream: Any) -> None:
-    """What a console cannot show is written as an escape."""
-    if isinstance(stream, io.TextIOWrapper):
-        stream.reconfigure(errors="backslashreplace")
 
 
 def exit_code(command: Callable[[], int | None]) -> int:

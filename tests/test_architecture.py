@@ -21,6 +21,7 @@ PACKAGE = ROOT / "lantern_hpu"
 
 # A package may import packages of lines above its own, and itself. A module beside the folders counts as one.
 LAYERS = (
+    {"console"},
     {"errors"},
     {"files", "ops"},
     {"backends", "tree"},

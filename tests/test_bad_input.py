@@ -334,7 +334,7 @@ def test_a_resumed_image_has_the_bytes_of_an_unbroken_run(model: Path, tmp_path:
 
 NOWHERE = """
 import sys
-from lantern_hpu.errors import open_streams
+from lantern_hpu.console import open_streams
 open_streams()
 with open(sys.argv[1], "w") as file:
     print("said", file=sys.stderr)

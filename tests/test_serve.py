@@ -39,6 +39,7 @@ from lantern_hpu import cli
 from lantern_hpu.backends import host
 from lantern_hpu.backends.cpu.backend import CPUBackend, threads_set
 from lantern_hpu.commands.serve import main
+from lantern_hpu.console import KEPT, NonBlockingStream
 from lantern_hpu.decode.batch import Batch
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.errors import CaptureError, DeviceError, OptionError
@@ -62,7 +63,6 @@ from lantern_hpu.serve.menu import ONE_SHAPE
 from lantern_hpu.serve.options import ServeOptions
 from lantern_hpu.serve.process import Protocol, Server
 from lantern_hpu.serve.protocol import ApiError, ImagesRequest
-from lantern_hpu.serve.stderr import KEPT, Unhurried
 
 DEFAULT_TIMEOUT_CONFIG.read = DEFAULT_TIMEOUT_CONFIG.connect = 120.0  # a busy machine is no failure
 
@@ -1431,7 +1431,7 @@ def test_what_nobody_reads_on_stderr_holds_no_answer_up(model: Path) -> None:
 def test_texts_for_stderr_wait_for_a_reader_and_are_bounded() -> None:
     reading, writing = os.pipe()
     with open(reading, "rb") as reader, open(writing, "wb", 0) as pipe:
-        stream = Unhurried(pipe.fileno(), "ascii")
+        stream = NonBlockingStream(pipe.fileno(), "ascii")
         for i in range(10_000):
             assert stream.write(f"{i} \u00e4".ljust(99) + "\n") == 100
             stream.flush()

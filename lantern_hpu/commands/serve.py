@@ -15,11 +15,11 @@ from lantern_hpu import __version__
 from lantern_hpu.backends import DeviceOptions, prepare
 from lantern_hpu.commands import options
 from lantern_hpu.commands.options import Parser, add_fields, from_args
+from lantern_hpu.console import nonblocking_stderr
 from lantern_hpu.errors import exit_code, require
 from lantern_hpu.methods.setting import FORM, METHODS
 from lantern_hpu.models.files.names import Given
 from lantern_hpu.serve.options import FILTERS, ServeOptions, names, picture_sizes
-from lantern_hpu.serve.stderr import unhurried_stderr
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -85,5 +85,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return serve(asked, args.host, args.port)
 
-    with unhurried_stderr():
+    with nonblocking_stderr():
         return exit_code(command)

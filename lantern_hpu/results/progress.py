@@ -12,7 +12,7 @@ from typing import Any
 from PIL import Image
 from tqdm import tqdm
 
-from lantern_hpu.errors import Console
+from lantern_hpu.console import Console
 from lantern_hpu.files import write_file
 from lantern_hpu.results.images import encode, grid
 

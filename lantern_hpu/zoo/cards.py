@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lantern_hpu.errors import Console
+from lantern_hpu.console import Console
 from lantern_hpu.files import write_file
 from lantern_hpu.models.config import ModelConfig
 from lantern_hpu.zoo.registry import find_model_by_name
