@@ -505,16 +505,16 @@ class LanternPipeline:
         write_file(Path(file), content, force)
 
     def notes(self, requests: Sequence[Request]) -> list[tuple[str, str]]:
-        """Each prompt, and each negative one, with what the model cannot do with it, once."""
+        """Each prompt, and each negative one, with what the model cannot do with it, once; a scale with its first."""
         condition = self.model.condition
         prompts = dict.fromkeys(request.prompt for request in requests)
         notes = [(text, note) for text in prompts for note in condition.notes(text)]
         if isinstance(condition, TokenConditioner):
             negatives = dict.fromkeys(r.negative for r in requests if r.negative is not None)
             notes += [(text, note) for text in negatives for note in condition.negative_notes(text)]
-            scales = {request.sampling.cfg_scale: request.prompt for request in requests}
-            found = ((text, condition.frame.guidance_note(s)) for s, text in scales.items())
-            notes += [(text, note) for text, note in found if note]
+            scales = {request.sampling.cfg_scale: request.prompt for request in reversed(requests)}
+            for scale, text in scales.items():
+                notes += [(text, note) for note in condition.frame.scale_notes(scale)]
         return notes
 
     # -- drawing

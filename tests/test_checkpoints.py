@@ -31,8 +31,9 @@ from lantern_hpu.errors import LanternError, OptionError, WeightsError
 from lantern_hpu.methods.request import Request, Sampling
 from lantern_hpu.methods.setting import Setting
 from lantern_hpu.models import model as codebook
-from lantern_hpu.models.families import llamagen
-from lantern_hpu.models.files.checkpoint import Checkpoint, open_checkpoint
+from lantern_hpu.models.families import family_of, llamagen
+from lantern_hpu.models.files import load
+from lantern_hpu.models.files.checkpoint import Checkpoint, open_checkpoint, settings_beside
 from lantern_hpu.models.files.load import open_model
 from lantern_hpu.models.files.names import Given
 from lantern_hpu.models.files.tokenizers import open_vq
@@ -856,3 +857,96 @@ def test_pickles_are_refused_where_torch_cannot_hold_them(
     monkeypatch.setattr(torch, "__version__", "2.5.1a0+git")
     with pytest.raises(WeightsError, match=r"torch 2\.6"):
         open_checkpoint(file)
+
+
+# ------------------------------------------------------------------------------------ keys of config.json
+
+# Of each checkpoint: its section of the network that draws
+NETWORKS = {
+    "llamagen-t2i-512": "",
+    "anole": "",
+    "anole-hub": "",
+    "lumina-mgpt": "",
+    "lumina-mgpt-2.0": "",
+    "janus-pro": "language_config",
+    "janus-pro-hub": "text_config",
+    "emu3": "text_config",
+    "emu3-authors": "",
+    "simplear": "",
+    "mammothmoda2": "llm_config.text_config",
+    "glm-image": "text_config",
+}
+# What changes nothing that is computed, or nothing that the tensors do not say
+INERT = set(
+    """
+    _name_or_path architectures attention_dropout caption_dim chunk_size_feed_forward cls_token_num dtype
+    extra_gen_vocab gen_vocab_size id2label initializer_range input_type is_encoder_decoder label2id mask_image_logits
+    max_position_embeddings max_window_layers model_parallel_size model_type num_classes output_attentions
+    output_hidden_states pretraining_tp problem_type return_dict sliding_window tie_word_embeddings torch_dtype
+    transformers_version use_cache vision_config vocab_size vocabulary_map vq_config z_loss_weight
+    """.split()
+)
+INERT_THERE = {
+    "llamagen-t2i-512": {"hidden_size", "intermediate_size", "num_key_value_heads"},
+    "mammothmoda2": {"mrope_section"},  # positions are the same on all axes
+}
+
+
+def flat(values: dict[str, Any], before: str = "") -> dict[str, Any]:
+    """Keys of a section and of those in it, "section.key"."""
+    result: dict[str, Any] = {}
+    for name, value in values.items():
+        inner = flat(value, f"{before}{name}.") if isinstance(value, dict) else {}
+        result |= inner or {before + name: value}
+    return result
+
+
+def other(value: Any) -> Any:
+    """Another value of the same type."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, list):
+        return [other(each) for each in value]
+    return 2 * value + 1 if isinstance(value, int | float) else "another"
+
+
+def with_key(values: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    name, _, rest = path.partition(".")
+    inner = values.get(name)
+    inner = inner if isinstance(inner, dict) else {}
+    return values | {name: with_key(inner, rest, value) if rest else value}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_every_key_of_config_json_is_read_or_refused(
+    public: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Each is set to another value: the file is refused, by the key's name where that is all, or another network."""
+    if not (public / name).is_dir():
+        pytest.skip("the installed transformers lacks it")
+    parts = replace(find_parts(str(public / name), spared=("pixels",)), drafter=None)
+    about, stored = settings_beside(parts.target), open_checkpoint(parts.target)
+    monkeypatch.setattr(load, "open_checkpoint", lambda _: stored)
+    monkeypatch.setattr(load, "open_vq", lambda *_: (None, None))
+    monkeypatch.setattr(load, "check_vq", lambda *_: None)
+
+    def network(about: dict[str, Any]) -> Any:
+        monkeypatch.setattr(load, "settings_beside", lambda _: about)
+        return open_model(parts).config.target
+
+    usual, section, keys = network(about), NETWORKS[name], family_of(stored, about, parts).keys
+    there = flat(about)
+    names = [n for n in there if n.startswith(section and f"{section}.")]
+    inert = INERT | INERT_THERE.get(name, set())
+    names = [n for n in names if not {*n.removeprefix(section).split(".")} & inert]
+    names = [n for n in names if not n.endswith("_token_id")]
+    assert len(names) >= 5
+    for path in dict.fromkeys([*names, *keys]):
+        known = keys.get(path)
+        value = other(there.get(path, known[0] if isinstance(known, tuple) else known))
+        try:
+            result, said = network(with_key(about, path, value)), ""
+        except WeightsError as error:
+            result, said = usual, str(error)
+        assert said or result != usual, f"{path} is neither read nor refused"
+        assert path not in keys or not said or f"{path} is " in said

@@ -30,7 +30,6 @@ from tests.test_language_models import (
     lumina_state,
     obeys,
     opened,
-    pipeline_of,
 )
 
 NAME, SCALE, SIDE = "lumina-mgpt-2.0", 4.0, 64
@@ -96,21 +95,6 @@ def test_a_prompt_begins_as_the_tokenizer_says(
     for place in (folder, tmp_path / "ours"):
         condition: Any = opened(place).condition
         assert condition.frame.ids("red")[0] == first
-
-
-@pytest.mark.parametrize(
-    ("scale", "differs"), [(4.0, False), (1.0, False), (2.0, True), (7.5, True)]
-)
-def test_guidance_that_the_authors_sampler_changes_has_a_note(
-    public: Path, scale: float, differs: bool
-) -> None:
-    """It draws with max(4, scale (1 - drawn / total)), but for 1; here a scale holds for every token."""
-    requests = [Request(prompt, 0, Sampling(scale)) for prompt in PROMPTS]
-    notes = pipeline_of(public / NAME).notes(requests)
-    wanted = (
-        f"guidance is {scale:g} for every token; the authors' sampler takes max(4, {scale:g} (1"
-    )
-    assert [note.startswith(wanted) for _, note in notes] == [True] * differs
 
 
 @torch.no_grad()
@@ -247,6 +231,29 @@ def test_bad_folders_and_sizes_are_refused(
         assert "allowed: multiples of 32" in said(public / NAME, *size)
     large = said(public / NAME, "--height", "1024", "--width", "1024")
     assert "it takes 16768 positions, 10240 were trained" in large
+
+
+def test_guidance_that_its_authors_change_while_they_draw_is_reported(
+    public: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of each scale once; the default, and none at all, are the same at every token of theirs."""
+    pipe = LanternPipeline.from_pretrained(
+        str(public / NAME), given=Given(image_size=SIDE), device="cpu", dtype="float32"
+    )
+    requests = [Request(p, 0, Sampling(scale)) for scale in (1.0, 4.0, 7.5, 3.0) for p in PROMPTS]
+    rules = [re.search(r"guidance is .* max\(.*", note) for _, note in pipe.notes(requests)]
+    assert [rule and rule[0] for rule in rules] == [
+        f"guidance is {scale} at every token; its authors draw each with max(4, {scale} x (1 - drawn / total))"
+        for scale in ("3", "7.5")
+    ]
+    with pytest.warns(UserWarning, match="guidance is 6 at every token"):
+        result = pipe("red", guidance_scale=6.0, method="scd@4")
+    assert len(result.notes) == 1
+    command = ["generate", "--model", str(public / NAME), "--prompt", "red", "--method", "scd@4"]
+    size, where = ["--height", "64", "--width", "64"], ["--output", str(tmp_path / "x.png")]
+    for scale, said in ((4, False), (6, True)):
+        assert cli.main([*command, *size, *where, "--cfg-scale", str(scale), "--force"]) == 0
+        assert ("warning: 'red': guidance is 6" in capsys.readouterr().err) == said
 
 
 @pytest.mark.slow

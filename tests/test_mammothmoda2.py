@@ -234,7 +234,7 @@ def test_converted_it_is_the_same(public: Path, tmp_path: Path) -> None:
     assert convert.main([str(public / NAME), str(tmp_path / "ours")]) == 0
     before, after = opened(public / NAME), opened(tmp_path / "ours")
     assert after.fingerprint == before.fingerprint and after.config == before.config
-    assert after.sampling == before.sampling == Sampling(6.0, 1.0, 2048, 1.0)
+    assert after.sampling == before.sampling == Sampling(SCALE, 1.0, 2048, 1.0)
     old, new = before.target.state_dict(), after.target.state_dict()
     assert all(torch.equal(old[key].to(new[key].dtype), new[key]) for key in old)
     assert before.config.target.parameters == sum(p.numel() for p in before.target.parameters())

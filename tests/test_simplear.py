@@ -15,6 +15,7 @@ from torch import nn
 
 from lantern_hpu import cli
 from lantern_hpu.commands import convert, generate
+from lantern_hpu.errors import WeightsError
 from lantern_hpu.methods.request import Request, Sampling
 from lantern_hpu.methods.setting import Setting
 from lantern_hpu.models.cosmos_vq import fsq_table
@@ -25,7 +26,14 @@ from lantern_hpu.models.model import nearest_codes
 from lantern_hpu.models.text.tokens import TokenConditioner
 from lantern_hpu.zoo.find import find_parts
 from tests.marks import mostly_slow
-from tests.test_language_models import PROMPTS, guided_logits, guided_rows, opened, pipeline_of
+from tests.test_language_models import (
+    PROMPTS,
+    guided_logits,
+    guided_rows,
+    opened,
+    pipeline_of,
+    with_settings,
+)
 
 NAME, FIRST, SCALE = "simplear", 151672, 6.0
 AR = Setting.of("ar")
@@ -87,6 +95,14 @@ def test_logits_are_those_of_transformers(public: Path, tmp_path: Path, tied: bo
         want = guided_rows(model.model, model.lm_head, rows, image, SCALE)[:, FIRST:]
         assert want.std() > 0.5
         torch.testing.assert_close(logits, want, rtol=1e-4, atol=1e-4)
+
+
+def test_the_table_is_the_head_unless_config_json_says_that_it_is_not(
+    public: Path, tmp_path: Path
+) -> None:
+    folder = with_settings(public / NAME, tmp_path / "untied", tie_word_embeddings=False)
+    with pytest.raises(WeightsError, match=r"1 tensors missing \(lm_head.weight\)"):
+        opened(folder)
 
 
 @torch.no_grad()

@@ -200,8 +200,8 @@ class Block(nn.Module):
         super().__init__()
         self.eps = config.norm_eps  # of its norms
         norm: Any = partial(RMSNorm, config, kernels)
-        before = norm if config.input_norms else nn.Identity
-        behind = norm if config.sandwich_norms else nn.Identity
+        before: Any = norm if config.input_norms else nn.Identity
+        behind: Any = norm if config.sandwich_norms else nn.Identity
         self.attention_norm = before() if input_norm else nn.Identity()
         self.attention = SelfAttention(config, kernels)
         self.ffn_norm = before()
@@ -230,7 +230,7 @@ class Block(nn.Module):
     def last_scales(self) -> tuple[Tensor, Tensor]:
         """The last weights that attention and SwiGLU pass; where they are zero, the block adds nothing."""
         norms = self.attention_post_norm, self.ffn_post_norm
-        last: Any = norms if isinstance(norms[0], RMSNorm) else (self.attention.out, self.ffn.down)
+        last = norms if isinstance(norms[0], RMSNorm) else (self.attention.out, self.ffn.down)
         return last[0].weight, last[1].weight
 
 

@@ -4,7 +4,7 @@ names and sizes of transformers' Llama."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lantern_hpu.errors import WeightsError
@@ -15,6 +15,28 @@ from lantern_hpu.models.files.names import CODE_PIXELS, Parts
 from lantern_hpu.models.text.frames import TokenOrder
 from lantern_hpu.models.text.tokens import PROMPT_POSITIONS
 
+Keys = Mapping[str, Any]  # of config.json, those of a section as "section.key"
+# What a Llama's keys are where config.json has them, of those that change what is computed and are not read
+LLAMA: Keys = {
+    "hidden_act": ("silu", "swish"),
+    "attention_bias": False,
+    "mlp_bias": False,
+    "partial_rotary_factor": 1.0,
+    "rope_parameters.partial_rotary_factor": 1.0,
+    "rope_parameters.rope_type": "default",
+    "rope_scaling.rope_type": "default",
+    "rope_scaling.type": "default",
+    "use_sliding_window": False,
+    "layer_types": "full_attention",
+    "swin_norm": False,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "logit_scale": 1.0,
+    "logits_scaling": 1.0,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+}
+QWEN2 = {name: value for name, value in LLAMA.items() if name != "attention_bias"}  # it has some
 COMPUTED = "rotary_emb.inv_freq"  # a buffer that some files hold and that is computed here
 
 
@@ -46,6 +68,8 @@ class Family:
     ignored: tuple[str, ...] = (COMPUTED,)  # in names of tensors that are not needed
     normalized_codes: bool = False  # whether codes are used at length 1
     code_pixels: int = CODE_PIXELS  # along a code
+    # Values of keys of config.json that change what is computed; files with others are refused
+    keys: Keys = field(default_factory=dict)
 
 
 def called(about: dict[str, Any], parts: Parts) -> str:
@@ -54,68 +78,41 @@ def called(about: dict[str, Any], parts: Parts) -> str:
 
 
 def check_known(checkpoint: Checkpoint, *settings: tuple[str, Any, Any]) -> None:
-    """Raise a WeightsError unless each setting, a name and a value, has the value that is known."""
+    """Raise a WeightsError unless each setting, a name and a value, has the value that is known, or one of several."""
     for name, value, known in settings:
-        if value != known:
-            raise unknown_setting(checkpoint, name, value, (known,))
+        allowed = known if isinstance(known, tuple) else (known,)
+        if value not in allowed:
+            why = f"{name} is {value}, where {' or '.join(map(str, allowed))} is known"
+            what = f"{checkpoint.path} is of an unknown format"
+            raise WeightsError(what, why, "another model: `lantern-hpu models` lists them")
 
 
-def unknown_setting(
-    checkpoint: Checkpoint, name: str, value: object, known: Sequence[object]
-) -> WeightsError:
-    why = f"{name} is {value}, where {' or '.join(map(str, known))} is known"
-    return WeightsError(f"{checkpoint.path} is of an unknown format", why)
+def within(section: str, keys: Keys) -> Keys:
+    """The same keys in a section."""
+    return {f"{section}.{name}": value for name, value in keys.items()}
 
 
-# What a config.json may say that changes the arithmetic of a transformer, and what of it is computed here. Sizes, the
-# epsilon of norms, the base and kind of rotary positions and ties are read; biases and norms are tensors.
-ARITHMETIC: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu", "swish"),
-    "hidden_activation": ("silu", "swish"),
-    "swin_norm": (False,),
-    "parallel_residual": (False,),
-    "partial_rotary_factor": (1.0,),
-    "use_sliding_window": (False,),
-    "attn_logit_softcapping": (),
-    "final_logit_softcapping": (),
-    "query_pre_attn_scalar": (),
-    "attention_multiplier": (),
-    "clip_qkv": (),
-    "logit_scale": (1.0,),
-    "logits_scaling": (1.0,),
-    "embedding_multiplier": (1.0,),
-    "residual_multiplier": (1.0,),
-}
-ROPE_TYPES = (
-    "default",
-    "mrope",
-)  # of which the second is the first where all axes have one position
+def check_keys(checkpoint: Checkpoint, about: Keys, keys: Keys) -> None:
+    """Raise a WeightsError unless each key that config.json has is of the value that is known."""
+    for name, known in keys.items():
+        value: Any = about
+        for part in name.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else value
+        values = value if isinstance(value, list) else [value]
+        check_known(checkpoint, *((name, each, known) for each in values if each is not None))
 
 
-def check_arithmetic(
-    checkpoint: Checkpoint, about: Mapping[str, Any], read: Sequence[str] = ()
-) -> None:
-    """Raise a WeightsError for a setting of a config.json that changes the arithmetic and is not computed here.
-
-    Args:
-        read: settings that the family reads itself.
-    """
-    ropes = [about.get(name) or {} for name in ("rope_scaling", "rope_parameters")]
-    for name, known in ARITHMETIC.items():
-        for said in (about, *ropes):
-            value = said.get(name)
-            if value is not None and value not in known and name not in read:
-                raise unknown_setting(checkpoint, name, value, known or ("nothing",))
-    for rope in ropes:
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind not in ROPE_TYPES:
-            raise unknown_setting(checkpoint, "rope_type", kind, ROPE_TYPES)
-    layers = set(about.get("layer_types") or ()) - {"full_attention"}
-    if layers:
-        raise unknown_setting(checkpoint, "layer_types", sorted(layers), ("full_attention",))
-    window = about.get("sliding_window")
-    if window is not None and about.get("use_sliding_window") is None:
-        raise unknown_setting(checkpoint, "sliding_window", window, ("nothing",))
+def check_sizes(checkpoint: Checkpoint, about: Keys, config: TransformerConfig) -> None:
+    """Raise a WeightsError unless config.json says what was read of the tensors, and the same in all places."""
+    sizes = {
+        "hidden_size": config.dim,
+        "intermediate_size": config.ffn_dim,
+        "num_key_value_heads": config.kv,
+        "head_dim": config.head_dim,
+        "rope_theta": config.rope_base,
+        "rope_parameters.rope_theta": config.rope_base,
+    }
+    check_keys(checkpoint, about, sizes)
 
 
 def llama_config(
@@ -125,7 +122,6 @@ def llama_config(
     head_dim: int,
     norm_eps: float,
     rope_base: float,
-    read: Sequence[str] = (),
     **sizes: Any,
 ) -> TransformerConfig:
     """Sizes of a network with the tensors of transformers' Llama.
@@ -133,22 +129,15 @@ def llama_config(
     Args:
         about: what config.json says of it. model: before the names of its tensors.
         head_dim, norm_eps, rope_base: where config.json does not say them (of heads, their number).
-        read: settings that the family reads itself. sizes: what else it has.
+        sizes: what else the family has.
     """
-    check_arithmetic(checkpoint, about, read)
     layer, rope = f"{model}layers.0.", about.get("rope_parameters") or {}
     rows, dim = checkpoint.shapes[f"{model}embed_tokens.weight"]
     heads = int(about.get("num_attention_heads", dim // head_dim))
-    kv_heads = checkpoint.shapes[f"{layer}self_attn.k_proj.weight"][0] * heads // dim
-    check_known(
-        checkpoint,
-        ("head_dim", about.get("head_dim") or dim // heads, dim // heads),
-        ("num_key_value_heads", about.get("num_key_value_heads") or kv_heads, kv_heads),
-    )
     base = rope.get("rope_theta", rope_base)  # transformers 5 moved it there
     usual: dict[str, Any] = {
         "layers": int(about.get("num_hidden_layers", 0)) or checkpoint.count(f"{model}layers."),
-        "kv_heads": kv_heads,
+        "kv_heads": checkpoint.shapes[f"{layer}self_attn.k_proj.weight"][0] * heads // dim,
         "ffn_dim": checkpoint.shapes[f"{layer}mlp.gate_proj.weight"][0],
         "prefix": PROMPT_POSITIONS,
         "norm_eps": float(about.get("rms_norm_eps", norm_eps)),
@@ -158,7 +147,9 @@ def llama_config(
         "rope_prefix": "identity",
         "embed_rows": rows,
     }
-    return TransformerConfig(dim=dim, heads=heads, **usual | sizes)
+    config = TransformerConfig(dim=dim, heads=heads, **usual | sizes)
+    check_sizes(checkpoint, about, config)
+    return config
 
 
 def llama_recipe(
@@ -177,8 +168,8 @@ def llama_recipe(
     """
     rows = drawn = None
     if order is not None:
-        rows = order.stretches(config.embed_rows or 0)
-        drawn = order.drawn(config.codes)
+        first, rows = order.first[0][0], order.stretches(config.embed_rows or 0)
+        drawn = ((first, first + config.codes), *order.first[1:])
     recipe = {
         "target.embed.weight": take(*(tables or [f"{model}embed_tokens.weight"]), rows=rows),
         "target.norm.weight": take(f"{model}norm.weight"),

@@ -15,6 +15,7 @@ from lantern_hpu.methods.request import Sampling
 from lantern_hpu.models.config import ConditionConfig, TransformerConfig
 from lantern_hpu.models.families.base import (
     COMPUTED,
+    LLAMA,
     Family,
     Published,
     llama_config,
@@ -28,6 +29,7 @@ GRID = (32, 32)
 TOKENS = 65536  # rows of the table; relatives with another one have tokenizers of their own
 EMBED, FIRST = "model.embed_tokens.weight", "model.layers.0.self_attn."
 SAMPLING = {"chameleon": Sampling(3.0, 1.0, 2000, 1.0)}
+KEYS = {**LLAMA, "swin_norm": (False, True)}
 # Where the stock model has an encoder of pictures alone, which is not read
 INNER_VQ = "model.vqmodel."
 IGNORED = (INNER_VQ, COMPUTED, "vocabulary_mapping")
@@ -67,7 +69,7 @@ def chameleon_config(
         "input_norms": not about.get("swin_norm"),
     }
     said = about | {"num_attention_heads": head_count(checkpoint, about)}
-    return llama_config(checkpoint, said, "model.", 1, read=("swin_norm",), **usual | sizes)
+    return llama_config(checkpoint, said, "model.", 1, **usual | sizes)
 
 
 def check_draws(checkpoint: Checkpoint, about: dict[str, Any], config: TransformerConfig) -> None:
@@ -108,4 +110,4 @@ def tokenizer_of(checkpoint: Checkpoint) -> Checkpoint | None:
     return inside if "decoder.conv_in.weight" in inside else None
 
 
-FAMILY = Family(is_chameleon, read_chameleon, SAMPLING, IGNORED)
+FAMILY = Family(is_chameleon, read_chameleon, SAMPLING, IGNORED, keys=KEYS)

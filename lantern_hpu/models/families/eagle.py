@@ -16,7 +16,7 @@ from torch import nn
 from lantern_hpu.errors import WeightsError
 from lantern_hpu.files import reading, reported_as, sha256
 from lantern_hpu.models.config import DrafterConfig, TransformerConfig
-from lantern_hpu.models.families.base import check_arithmetic
+from lantern_hpu.models.families.base import LLAMA, check_keys
 from lantern_hpu.models.files.checkpoint import (
     Checkpoint,
     Stored,
@@ -160,7 +160,7 @@ def eagle_config(
     if block is not None and int(block) != target.tokens:
         why = f"it drafts images of {block} tokens, the target draws {target.tokens}"
         raise WeightsError(what, why, FITTING)
-    check_arithmetic(checkpoint, about)
+    check_keys(checkpoint, about, LLAMA)
     # EAGLE's, where the file has none; but Lumina-mGPT's was trained on unshifted tokens: see `DrafterConfig`
     norm = checkpoint.shapes.get("layers.0.self_attn.q_norm.weight", (target.heads,))
     shift = about.get("drafter_shift", int(norm[0] == target.heads))

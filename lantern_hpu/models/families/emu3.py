@@ -12,7 +12,14 @@ from typing import Any
 
 from lantern_hpu.methods.request import Sampling
 from lantern_hpu.models.config import ConditionConfig
-from lantern_hpu.models.families.base import Family, Published, llama_config, llama_recipe
+from lantern_hpu.models.families.base import (
+    LLAMA,
+    Family,
+    Published,
+    llama_config,
+    llama_recipe,
+    within,
+)
 from lantern_hpu.models.files.checkpoint import Checkpoint
 from lantern_hpu.models.files.names import Parts
 from lantern_hpu.models.text.frames import Emu3Frame
@@ -60,4 +67,5 @@ def read_emu3(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> Pu
     return Published("emu3", config, condition, network, recipe, tokenizer)
 
 
-FAMILY = Family(is_emu3, read_emu3, SAMPLING, code_pixels=PIXELS)
+KEYS = {**LLAMA, **within("text_config", LLAMA)}
+FAMILY = Family(is_emu3, read_emu3, SAMPLING, code_pixels=PIXELS, keys=KEYS)

@@ -19,9 +19,11 @@ from lantern_hpu.models.config import ConditionConfig, TransformerConfig
 from lantern_hpu.models.families.base import (
     Family,
     Published,
-    check_arithmetic,
+    check_keys,
     check_known,
+    check_sizes,
     llama_recipe,
+    within,
 )
 from lantern_hpu.models.files.checkpoint import Checkpoint, Recipe, folder_of, take
 from lantern_hpu.models.files.names import Parts
@@ -52,13 +54,12 @@ def glm_image_config(checkpoint: Checkpoint, about: dict[str, Any]) -> Transform
     rows, dim = checkpoint.shapes[TEXT + "embed_tokens.weight"]
     head_dim = dim // heads
     vocabulary = checkpoint.shapes["lm_head.weight"][0]
-    check_arithmetic(checkpoint, text, read=("partial_rotary_factor",))
     check_known(
         checkpoint,
         ("image_start_token_id", int(about["image_start_token_id"]), codes),
         ("text_config.vision_vocab_size", text.get("vision_vocab_size", vocabulary), vocabulary),
     )
-    return TransformerConfig(
+    config = TransformerConfig(
         vocab_size=vocabulary,
         dim=dim,
         layers=int(text["num_hidden_layers"]),
@@ -83,6 +84,11 @@ def glm_image_config(checkpoint: Checkpoint, about: dict[str, Any]) -> Transform
         prefixes=PREFIXES,
         max_positions=int(text["max_position_embeddings"]),
     )
+    check_sizes(checkpoint, text, config)
+    rotated = rope.get("partial_rotary_factor", 1.0)
+    own = {"attention_bias": config.qkv_bias, "partial_rotary_factor": rotated}
+    check_keys(checkpoint, text, own)
+    return config
 
 
 def paired_rows(config: TransformerConfig) -> tuple[tuple[int, int], ...]:
@@ -169,4 +175,11 @@ def generation_sampling(
 
 
 IGNORED = ("model.visual.", "model.vqmodel.")  # which read pictures
-FAMILY = Family(is_glm_image, read_glm_image, SAMPLING, IGNORED, True, PIXELS)
+KEYS = {
+    "hidden_act": "silu",
+    "rope_parameters.rope_type": "default",
+    "layer_types": "full_attention",
+}
+FAMILY = Family(
+    is_glm_image, read_glm_image, SAMPLING, IGNORED, True, PIXELS, within("text_config", KEYS)
+)

@@ -11,7 +11,7 @@ from typing import Any
 
 from lantern_hpu.methods.request import Sampling
 from lantern_hpu.models.config import ConditionConfig, TransformerConfig
-from lantern_hpu.models.families.base import Family, Published, llama_config
+from lantern_hpu.models.families.base import LLAMA, Family, Published, llama_config, within
 from lantern_hpu.models.files.checkpoint import Checkpoint, Recipe, llama_block, take
 from lantern_hpu.models.files.names import Parts
 
@@ -103,4 +103,10 @@ def read_janus(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> P
     return Published("janus", config, words, drawing, janus_recipe(config), tokenizer)
 
 
-FAMILY = Family(is_janus, read_janus, SAMPLING, normalized_codes=True)
+KEYS = {
+    **within("language_config", LLAMA),
+    **within("text_config", LLAMA),
+    "vq_config.hidden_act": "gelu",
+    "gen_aligner_config.params.projector_type": "mlp_gelu",
+}
+FAMILY = Family(is_janus, read_janus, SAMPLING, normalized_codes=True, keys=KEYS)

@@ -13,7 +13,7 @@ from typing import Any
 from lantern_hpu.errors import WeightsError
 from lantern_hpu.methods.request import Sampling
 from lantern_hpu.models.config import ConditionConfig, TransformerConfig
-from lantern_hpu.models.families.base import Family, Published, check_arithmetic
+from lantern_hpu.models.families.base import LLAMA, Family, Published
 from lantern_hpu.models.files.checkpoint import Checkpoint, Recipe, llama_block, some_names, take
 from lantern_hpu.models.files.names import CODE_PIXELS, Parts
 
@@ -79,7 +79,6 @@ def llamagen_config(
     checkpoint: Checkpoint, about: dict[str, Any], size: int | None
 ) -> TransformerConfig:
     """Sizes of a target, from its tensors, its config.json, its file's name, and the image size if that was given."""
-    check_arithmetic(checkpoint, about)
     vocabulary, dim = embedding_shape(checkpoint)
     layers = layers_of(checkpoint, about, dim)
     up = "layers.0.feed_forward.w1.weight", "layers.0.mlp.gate_proj.weight"
@@ -182,4 +181,4 @@ def read_llamagen(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -
     return Published("llamagen-t2i", config, ConditionConfig("t5", dim=width), bare, recipe)
 
 
-FAMILY = Family(is_llamagen, read_llamagen, SAMPLING, BUFFERS, normalized_codes=True)
+FAMILY = Family(is_llamagen, read_llamagen, SAMPLING, BUFFERS, normalized_codes=True, keys=LLAMA)

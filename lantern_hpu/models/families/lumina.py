@@ -69,7 +69,7 @@ def read_lumina(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> 
     return Published("lumina", config, condition, checkpoint, recipe, tokenizer)
 
 
-FAMILY = Family(is_lumina, read_lumina, SAMPLING, chameleon.IGNORED)
+FAMILY = Family(is_lumina, read_lumina, SAMPLING, chameleon.IGNORED, keys=chameleon.KEYS)
 
 
 def is_lumina2(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> bool:
@@ -94,5 +94,10 @@ def read_lumina2(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) ->
 
 
 FAMILY_2 = Family(
-    is_lumina2, read_lumina2, SAMPLING_2, chameleon.IGNORED, code_pixels=Lumina2Frame.PIXELS
+    is_lumina2,
+    read_lumina2,
+    SAMPLING_2,
+    chameleon.IGNORED,
+    code_pixels=Lumina2Frame.PIXELS,
+    keys=chameleon.KEYS,
 )

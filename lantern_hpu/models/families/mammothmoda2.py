@@ -17,11 +17,13 @@ from lantern_hpu.methods.request import Sampling
 from lantern_hpu.models.config import ConditionConfig, TransformerConfig
 from lantern_hpu.models.families.base import (
     COMPUTED,
+    QWEN2,
     Family,
     Published,
     check_known,
     llama_config,
     llama_recipe,
+    within,
 )
 from lantern_hpu.models.families.glm_image import generation_sampling
 from lantern_hpu.models.files.checkpoint import Checkpoint, Recipe, folder_of, take
@@ -32,9 +34,7 @@ KIND = "mammothmoda2_qwen2_5_vl"  # of `llm_config`; the later model on Qwen3-VL
 WORDS, IMAGE_TOKENS, CODES = 152064, 32800, 16384
 PIXELS = 32  # along a code, as the authors draw 1024 x 1024 from 32 x 32 codes
 GRID = (32, 32)  # where no size is asked for
-GUIDANCE = (
-    6.0  # of the published command; the README's other figure reaches its text processor alone
-)
+GUIDANCE = 6.0  # of the authors' published command
 SAMPLING = {"mammothmoda2": Sampling(GUIDANCE, 1.0, 2048, 1.0)}
 GENERATION = "t2i_generation_config.json"
 MODEL = "llm_model.model.language_model."
@@ -122,4 +122,16 @@ def penalty_note(parts: Parts) -> str:
     return "" if penalty == 1 else f"{GENERATION} has a repetition penalty, which is not applied"
 
 
-FAMILY = Family(is_mammothmoda2, read_mammothmoda2, SAMPLING, IGNORED, code_pixels=PIXELS)
+# All of its axes have one position, so that "mrope" is the usual rotation
+KEYS = QWEN2 | {
+    "rope_scaling.type": ("default", "mrope"),
+    "rope_scaling.rope_type": ("default", "mrope"),
+}
+FAMILY = Family(
+    is_mammothmoda2,
+    read_mammothmoda2,
+    SAMPLING,
+    IGNORED,
+    code_pixels=PIXELS,
+    keys={**within("llm_config", KEYS), **within("llm_config.text_config", KEYS)},
+)

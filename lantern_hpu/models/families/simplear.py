@@ -11,7 +11,7 @@ from typing import Any
 from lantern_hpu.errors import OptionError
 from lantern_hpu.methods.request import Sampling
 from lantern_hpu.models.config import ConditionConfig
-from lantern_hpu.models.families.base import Family, Published, llama_config, llama_recipe
+from lantern_hpu.models.families.base import QWEN2, Family, Published, llama_config, llama_recipe
 from lantern_hpu.models.files.checkpoint import Checkpoint
 from lantern_hpu.models.files.names import CODE_PIXELS, Parts
 from lantern_hpu.models.text.frames import SimpleArFrame
@@ -20,6 +20,7 @@ TOKENS, CODES = 215672, 64000  # rows of the table; a plain Qwen2 has other ones
 HEAD = 64  # width of a head of the 0.5B, where no config.json says the heads
 SIZES = (1024, 512)  # pixels of a side that were trained; the first unless asked
 SAMPLING = {"simplear": Sampling(6.0, 1.0, 0, 1.0)}
+HEAD_WEIGHT = "lm_head.weight"
 EMBED, BIAS = "model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.bias"
 
 
@@ -44,10 +45,11 @@ def read_simplear(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -
         rope_base=1e6,
         qkv_bias=True,
     )
-    head = "lm_head.weight" if "lm_head.weight" in checkpoint else EMBED  # tied
+    tied = HEAD_WEIGHT not in checkpoint and about.get("tie_word_embeddings", True)
+    head = EMBED if tied else HEAD_WEIGHT
     recipe = llama_recipe(config, "model.", SimpleArFrame.order, head)
     condition = ConditionConfig("tokens", frame="simplear")
     return Published("simplear", config, condition, checkpoint, recipe)
 
 
-FAMILY = Family(is_simplear, read_simplear, SAMPLING)
+FAMILY = Family(is_simplear, read_simplear, SAMPLING, keys=QWEN2)

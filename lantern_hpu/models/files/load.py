@@ -17,6 +17,7 @@ from lantern_hpu.methods.request import Sampling
 from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.models.config import ConditionConfig, ModelConfig, VQConfig, is_of
 from lantern_hpu.models.families import family_of
+from lantern_hpu.models.families.base import check_keys
 from lantern_hpu.models.families.eagle import OpenedDrafter, open_drafter
 from lantern_hpu.models.files.checkpoint import (
     Checkpoint,
@@ -221,6 +222,7 @@ def open_published(parts: Parts) -> Opened:
         stored = stored.within("model.")
     with reported_as(f"{parts.target} does not describe a model"):
         family = family_of(stored, about, parts)
+        check_keys(stored, about, family.keys)
         result = family.read(stored, about, parts)
         checkpoint = with_tied_head(result.checkpoint, result.recipe, about)
     tokenizer = open_checkpoint(parts.vq) if parts.vq else result.tokenizer

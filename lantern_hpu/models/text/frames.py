@@ -34,11 +34,6 @@ class TokenOrder:
             start = end
         return (*self.first, *rest)
 
-    def drawn(self, codes: int) -> tuple[tuple[int, int], ...]:
-        """The tokens that a picture of so many codes is made of: the codes, and what closes a row."""
-        first, _ = self.first[0]
-        return ((first, first + codes), *self.first[1:])
-
     def row(self, token: int, rows: int) -> int:
         before = 0
         for begin, end in self.stretches(rows):
@@ -92,6 +87,12 @@ class Frame:
             raise WeightsError(f"the tokenizer in {self.where} is not {self.family}'s", why)
         return result
 
+    def drawn(self) -> set[int]:
+        """Image codes and what closes a row, where they are in one table with words: the head's tokens."""
+        rows = self.config.embed_rows or 0
+        order = self.order or TokenOrder(())
+        return set(order.tokens(rows)[: self.config.vocab_size])
+
     def tokens_before(self) -> list[int]:
         return [self.id[self.first]] if self.first else []
 
@@ -127,10 +128,6 @@ class Frame:
         words = self.words(self.negative if negative is None else negative)
         return [*self.before, *words[: self.room], *self.after]
 
-    def guidance_note(self, scale: float) -> str:
-        """How the authors' sampler differs at a guidance scale; empty where it does not."""
-        return ""
-
     def notes(self, prompt: str, negative: bool = False) -> list[str]:
         """What is cut of a prompt, or of a negative one, which is not framed."""
         more = len(self.words(prompt if negative else self.text(prompt))) - self.room
@@ -138,6 +135,10 @@ class Frame:
             return []
         count, kind = len(self.words(prompt)), "negative prompt" if negative else "prompt"
         return [f"the {kind} has {count} tokens; those past {count - more} are left out"]
+
+    def scale_notes(self, scale: float) -> list[str]:
+        """How the authors guide with this scale, where that is not the same at every token."""
+        return []
 
 
 class AnoleFrame(Frame):
@@ -210,7 +211,7 @@ class Lumina2Frame(LuminaFrame):
     END, TURN = "<|endoftext|>", "<reserved08706>"
     IMAGE, ROW_END = 151665, 151670  # what begins an image, and what closes a row of it
     CODES = (155000, 171384)  # from and to
-    GUIDANCE = 4.0  # the least that the authors' sampler draws with, but for 1
+    LEAST_SCALE = 4.0  # of its authors' guidance, which falls to it as a picture is drawn
     special = {END: None, TURN: None}
     order: TokenOrder = TokenOrder((CODES, (ROW_END, ROW_END + 1)))
     pad = 0
@@ -229,11 +230,12 @@ class Lumina2Frame(LuminaFrame):
     def image_tokens(self) -> list[int]:
         return [self.id[self.TURN], self.IMAGE]
 
-    def guidance_note(self, scale: float) -> str:
-        if scale in (1.0, self.GUIDANCE):
-            return ""
-        theirs = f"max({self.GUIDANCE:g}, {scale:g} (1 - drawn / total))"
-        return f"guidance is {scale:g} for every token; the authors' sampler takes {theirs}"
+    def scale_notes(self, scale: float) -> list[str]:
+        if scale in (1.0, self.LEAST_SCALE):
+            return []
+        least = f"{self.LEAST_SCALE:g}"
+        rule = f"max({least}, {scale:g} x (1 - drawn / total))"
+        return [f"guidance is {scale:g} at every token; its authors draw each with {rule}"]
 
 
 class JanusFrame(Frame):

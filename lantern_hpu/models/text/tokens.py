@@ -68,11 +68,9 @@ class TokenConditioner(Conditioner):
         self.tokenizer, self.frame, self.embed = tokenizer, frame, embed
         self.word_table, self.to_device = word_table, to_device
         self.width = frame.config.prefix
-        # Special tokens, those that the frame names, image codes and what closes a row
-        drawn = frame.order.drawn(frame.config.codes) if frame.order is not None else ()
         added = getattr(tokenizer, "added_tokens_decoder", {})
-        self.control = {id for id, token in added.items() if token.special}
-        self.control.update(frame.id.values(), *(range(*stretch) for stretch in drawn))
+        special = {id for id, token in added.items() if token.special}
+        self.control = special | set(frame.id.values()) | frame.drawn()
         self.others: dict[TransformerConfig, TokenConditioner] = {}  # of other sizes
 
     def sized(self, config: TransformerConfig) -> TokenConditioner:
