@@ -98,7 +98,7 @@ class CUDABackend(Backend):
         return True, torch.cuda.get_device_name()
 
     def drafting_defaults(self, parameters: int) -> DraftingDefaults:
-        """A window: on an H200, at LlamaGen-XL's sizes, 2.34 times as fast as `ar`; the tree of `eagle` 1.68."""
+        """A window: on an H200, at LlamaGen-XL's sizes, the fastest of the lossless settings that were measured."""
         return DraftingDefaults(method="scd")
 
     def synchronize(self) -> None:
