@@ -76,7 +76,7 @@ class DeviceOptions:
         for name, values in allowed.items():
             asked, written = getattr(self, name), name.replace("_", "-")
             if asked not in values:
-                raise OptionError(f"--{written} is {asked!r}", hint=choices(values))
+                raise OptionError(f"--{written} is {asked!r}", hint=choices(values, asked))
 
 
 # Packages without which a device cannot be here, so that `auto` need not ask it
@@ -168,7 +168,7 @@ def get_backend(name: str = "auto", graphs: str = "auto") -> Backend:
     """
     name = device_named(name)
     if name != "auto" and name not in BACKENDS:
-        raise DeviceError(f"unknown device {name!r}", hint=choices(["auto", *BACKENDS]))
+        raise DeviceError(f"unknown device {name!r}", hint=choices(["auto", *BACKENDS], name))
     refused = []
     for candidate in filter(installed, BACKENDS) if name == "auto" else [name]:
         module, _, cls = BACKENDS[candidate].partition(":")

@@ -264,7 +264,9 @@ class Backend(ABC):
     def check_offers(self, what: str, asked: str, offered: Iterable[str]) -> None:
         """Raise a DeviceError unless the device offers what is asked for."""
         if asked not in offered:
-            raise DeviceError(f"{self.name} does not offer {what} {asked!r}", hint=choices(offered))
+            raise DeviceError(
+                f"{self.name} does not offer {what} {asked!r}", hint=choices(offered, asked)
+            )
 
     def graph_mode(self, asked: str) -> str:
         """The graph mode to use: `auto` is the first."""

@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"lantern_hpu {__version__}")
         return 0
     if name not in COMMANDS:
-        error = OptionError(f"unknown command {name!r}", hint=choices(COMMANDS))
+        error = OptionError(f"unknown command {name!r}", hint=choices(COMMANDS, name))
         print(f"error: {error}", file=sys.stderr)
         return 2
     return run_emulated(name, rest) if "--emulate" in rest else run(name, rest)

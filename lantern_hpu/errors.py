@@ -180,9 +180,12 @@ def torchvision_misfit() -> str:
     return f"torchvision {vision} is built for torch {wanted}, and torch is {torch}"
 
 
-def choices(names: Iterable[str]) -> str:
-    """The allowed values of an option, for the end of an error message."""
-    return "one of " + ", ".join(names)
+def choices(names: Iterable[str], asked: str = "") -> str:
+    """The allowed values of an option, for the end of an error message; first the one that is like what was asked."""
+    known = list(names)
+    allowed = "one of " + ", ".join(known)
+    close = difflib.get_close_matches(asked, known, 1, 0.6)
+    return f"{close[0]}, or {allowed}" if close else allowed
 
 
 def nearest_keyword(function: Callable[P, T]) -> Callable[P, T]:
@@ -283,7 +286,7 @@ def listed(text: str, option: str, what: str = "", allowed: Collection[str] = ()
         raise OptionError(f"{option} is empty")
     for part in parts:
         if allowed and part not in allowed:
-            raise OptionError(f"unknown {what} {part!r}", option, choices(allowed))
+            raise OptionError(f"unknown {what} {part!r}", option, choices(allowed, part))
         if parts.count(part) > 1:
             raise OptionError(f"{option} names {part} twice", "each row is measured once")
     return parts

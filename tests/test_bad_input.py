@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -374,3 +375,29 @@ def test_a_picture_is_drawn_where_nothing_can_be_said(
     file = tmp_path / "cat.png"
     words = ["--model", str(model), "--prompt", "an unknown thing", "--output", str(file)]
     assert cli.main(["generate", *words]) == 0 and Image.open(file).size == (8, 8)
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        ("generat", "generate"),
+        ("generate --prompt x --model builtn", "builtin"),
+        ("generate --prompt x --model llamagen-t2i-521", "llamagen-t2i-512"),
+        ("generate --prompt x --dtype bf16", "bfloat16"),
+        ("generate --prompt x --device cpuu", "cpu"),
+        ("generate --prompt x --method egle", "eagle"),
+        ("generate --prompt x --relax lamda-5", "lambda-5"),
+        ("generate --prompt x --overwrite", "--force"),
+        ("plan llamagen-t2i-521", "llamagen-t2i-512"),
+        ("convert builtin out --dtype float", "float32"),
+    ],
+)
+def test_the_nearest_name_is_offered_first(
+    words: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        assert cli.main(words.split()) == 2
+    except SystemExit as ended:
+        assert ended.code == 2
+    hint = capsys.readouterr().err.rstrip().splitlines()[-1]
+    assert re.fullmatch(rf"  try: {re.escape(meant)}(, or one of .*)?", hint), hint

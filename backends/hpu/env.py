@@ -276,7 +276,9 @@ def _decide(mode: str, flag: str | None) -> tuple[bool, str]:
     """(lazy or not, why); `flag` is the user's own."""
     if mode != "auto":
         if mode not in LAZY:
-            raise DeviceError(f"Gaudi has no graph mode {mode!r}", hint=choices(["auto", *LAZY]))
+            raise DeviceError(
+                f"Gaudi has no graph mode {mode!r}", hint=choices(["auto", *LAZY], mode)
+            )
         lazy = LAZY[mode]
         if flag is not None and (flag != "0") != lazy:
             others = " or ".join(name for name, needs in LAZY.items() if needs != lazy)

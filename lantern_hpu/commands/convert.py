@@ -36,7 +36,7 @@ def make_parser() -> argparse.ArgumentParser:
 def convert(source: str, output: Path, dtype: str, given: Given) -> str:
     """Write the folder. -> what it holds"""
     if dtype not in DTYPES:
-        raise OptionError(f"--dtype is {dtype}", hint=choices(DTYPES))
+        raise OptionError(f"--dtype is {dtype}", hint=choices(DTYPES, dtype))
     from lantern_hpu.loading import write_folder
 
     model = write_folder(source, output, dtype, given)

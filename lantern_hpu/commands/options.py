@@ -33,6 +33,7 @@ RENAMED_OPTIONS = {
     "--steps": "--window or --tree; the number of steps follows from them",
     "--num-inference-steps": "--window or --tree; the number of steps follows from them",
     "--guidance-scale": "--cfg-scale",
+    "--overwrite": "--force",
 }
 Group = argparse._ActionsContainer  # a parser, or a group of one
 

@@ -270,7 +270,7 @@ def parse(text: str, default: Relaxation | None = None) -> Relaxation:
         why = "each is a rule of its own"
         raise OptionError(f"{rules[0]} and {rules[1]} exclude each other", why, "one of them")
     if names and names[0] not in PRESETS:
-        raise OptionError(f"unknown preset {names[0]!r}", hint=choices(PRESETS))
+        raise OptionError(f"unknown preset {names[0]!r}", hint=choices(PRESETS, names[0]))
     named = (PRESETS if names else USUAL)[rules[0]] if rules else None
     base = named or default or PRESETS["lambda-5"]
     keys = base.by_key()
@@ -285,7 +285,7 @@ def parse(text: str, default: Relaxation | None = None) -> Relaxation:
 
 def read_value(key: str, text: str) -> Any:
     if key not in OWNERS:
-        raise OptionError(f"unknown value {key!r}", hint=choices(OWNERS))
+        raise OptionError(f"unknown value {key!r}", hint=choices(OWNERS, key))
     default: Any = OWNERS[key].by_key()[key].default
     try:
         return float(text) if default is None else type(default)(text)

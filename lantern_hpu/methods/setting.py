@@ -132,7 +132,7 @@ WINDOWS = [name for name, method in METHODS.items() if method.rule]
 
 def method_of(name: str) -> Method:
     if name not in METHODS:
-        raise OptionError(f"unknown method {name!r}", hint=choices([AUTO, *METHODS]))
+        raise OptionError(f"unknown method {name!r}", hint=choices([AUTO, *METHODS], name))
     return METHODS[name]
 
 

@@ -68,7 +68,7 @@ class ServeOptions:
             Setting.parse(text)
         for name in self.allow:
             if name not in FILTERS:
-                raise OptionError(f"{name!r} cannot be allowed", "--allow", choices(FILTERS))
+                raise OptionError(f"{name!r} cannot be allowed", "--allow", choices(FILTERS, name))
         check_ranges(self)
         require(self.timeout > 0, "--timeout", self.timeout, "above 0 seconds")
         if self.api_key is not None and not re.fullmatch(r"[!-~]+", self.api_key):

@@ -212,7 +212,7 @@ def load_static(name: str, draws: int = DRAWS) -> DraftTree:
         return DraftTree.from_counts(name, NAMED[name])
     file = FilePath(os.path.expanduser(name))
     if file.suffix != ".json":
-        hint = choices([*NAMED, "dynamic", "a .json file"])
+        hint = choices([*NAMED, "dynamic", "a .json file"], name)
         raise TreeError(f"unknown tree {name!r}", hint=hint)
     try:
         data = parse_json(read_text(file))

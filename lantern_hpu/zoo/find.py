@@ -204,7 +204,8 @@ def parts_of(model: str, given: Collection[str], spared: Collection[str] = ()) -
         entry = registry.get(model)
         return known(entry, require_parts(entry, given=(*given, *spared)), entry.name)
     why = "neither a known name nor a file or folder"
-    raise WeightsError(f"unknown model {model!r}", why, choices(["builtin", *registry.entries()]))
+    known_names = ["builtin", *registry.entries()]
+    raise WeightsError(f"unknown model {model!r}", why, choices(known_names, model))
 
 
 def in_pipeline(parts: Parts) -> Parts:

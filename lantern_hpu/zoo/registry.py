@@ -169,4 +169,6 @@ def get(name: str, *others: str) -> KnownModel:
     several = [entry.name for entry, _ in sources(name)]
     if several:
         raise OptionError(f"{name} holds several models", "name the one you mean", choices(several))
-    raise OptionError(f"unknown model {name!r}", hint=choices(["builtin", *entries(), *others]))
+    raise OptionError(
+        f"unknown model {name!r}", hint=choices(["builtin", *entries(), *others], name)
+    )
