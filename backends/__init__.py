@@ -101,8 +101,8 @@ def device_named(name: str) -> str:
     Raises:
         DeviceError: the environment names an unknown one.
     """
-    named = os.environ.get(DEVICE_VARIABLE)
-    if name != "auto" or not named:
+    named = os.environ.get(DEVICE_VARIABLE, "")
+    if name != "auto" or named in ("", "auto"):
         return name
     if named not in BACKENDS:
         raise DeviceError(
@@ -151,7 +151,7 @@ class DraftingDefaults(NamedTuple):
 
     method: str = "eagle"  # that `auto` takes; without its drafter a window
     window: int = 16  # drafts of a window
-    idle_arithmetic: bool = True  # whether dozens of drafts are verified at little cost
+    idle_arithmetic: bool = True  # whether a step over dozens of drafts takes few times one of `ar`
 
 
 ACCELERATOR = DraftingDefaults()

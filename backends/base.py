@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -78,16 +79,38 @@ def dtype_name(dtype: torch.dtype | str) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+class Float32Default:
+    """Inside, float32 is torch's default format, which all threads share; the last to leave restores the one before."""
+
+    def __init__(self) -> None:
+        self.lock, self.inside, self.before = threading.Lock(), 0, torch.float32
+
+    def __enter__(self) -> None:
+        with self.lock:
+            if not self.inside:
+                self.before = torch.get_default_dtype()
+            self.inside += 1
+            torch.set_default_dtype(torch.float32)
+
+    def __exit__(self, *_: object) -> None:
+        with self.lock:
+            self.inside -= 1
+            if not self.inside:
+                torch.set_default_dtype(self.before)
+
+
+float32_default = Float32Default()
+
+
 @contextmanager
 def own_defaults() -> Iterator[None]:
     """Inside, a tensor is on the host and of float32 where its maker names nothing else, and numbers are computed as
     written, whatever the program around has set: a default device or format, autocast, inference mode.
+
+    Of these the format alone is seen by the program's other threads, meanwhile.
     """
-    usual = torch.get_default_dtype()
     with ExitStack() as stack:
-        if usual != torch.float32:
-            torch.set_default_dtype(torch.float32)
-            stack.callback(torch.set_default_dtype, usual)
+        stack.enter_context(float32_default)
         if torch.get_default_device().type != HOST:
             stack.enter_context(torch.device(HOST))
         for kind in filter(torch.is_autocast_enabled, BACKENDS):

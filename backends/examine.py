@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lantern_hpu.backends import BACKENDS, DEVICE_VARIABLE, WITHOUT, device_named
 from lantern_hpu.backends.hpu import env as hpu_env
 from lantern_hpu.backends.hpu import errors as hpu_errors
-from lantern_hpu.errors import LanternError
+from lantern_hpu.errors import DeviceError, LanternError
 
 if TYPE_CHECKING:
     from lantern_hpu.backends.base import Backend
@@ -81,7 +81,10 @@ def failure(error: Exception) -> Facts:
 
 def default_of(devices: Facts) -> Facts:
     """What `--device auto` takes: what the environment names, else the first that is available."""
-    named = device_named("auto")
+    try:
+        named = device_named("auto")
+    except DeviceError as error:
+        return {"device": None, "why": error.what}
     if named != "auto":
         facts = devices[named]
         return {

@@ -180,11 +180,11 @@ def torchvision_misfit() -> str:
     return f"torchvision {vision} is built for torch {wanted}, and torch is {torch}"
 
 
-def choices(names: Iterable[str], asked: str = "") -> str:
+def choices(names: Iterable[str], asked: object = "") -> str:
     """The allowed values of an option, for the end of an error message; first the one that is like what was asked."""
     known = list(names)
     allowed = "one of " + ", ".join(known)
-    close = difflib.get_close_matches(asked, known, 1, 0.6)
+    close = difflib.get_close_matches(str(asked), known, 1, 0.6)
     return f"{close[0]}, or {allowed}" if close else allowed
 
 

@@ -32,6 +32,7 @@ from lantern_hpu.methods.request import Request, Sampling
 from lantern_hpu.methods.setting import Setting
 from lantern_hpu.models import model as codebook
 from lantern_hpu.models.families import family_of, llamagen
+from lantern_hpu.models.families.base import LLAMA, check_keys
 from lantern_hpu.models.files import load
 from lantern_hpu.models.files.checkpoint import Checkpoint, open_checkpoint, settings_beside
 from lantern_hpu.models.files.load import open_model
@@ -915,6 +916,23 @@ def with_key(values: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     inner = values.get(name)
     inner = inner if isinstance(inner, dict) else {}
     return values | {name: with_key(inner, rest, value) if rest else value}
+
+
+@pytest.mark.parametrize(
+    "about",
+    [
+        {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0}}},
+        {"rope_scaling": {"factor": 8.0}},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 8.0}},
+    ],
+    ids=str,
+)
+def test_rotary_positions_of_other_kinds_are_refused(public: Path, about: dict[str, Any]) -> None:
+    """Also where their kind is not said, or is said of each kind of layer."""
+    stored = open_checkpoint(public / "anole")
+    with pytest.raises(WeightsError, match=r"rope_(scaling|parameters).* is .*, where .* is known"):
+        check_keys(stored, about, LLAMA)
+    check_keys(stored, {"rope_scaling": {"type": "default", "factor": 1.0}}, LLAMA)
 
 
 @pytest.mark.parametrize("name", NETWORKS)

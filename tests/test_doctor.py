@@ -155,6 +155,10 @@ def test_auto_is_the_first_that_is_available_and_says_why(
     assert (
         printed(capsys).splitlines()[-1] == f"default: third, because {DEVICE_VARIABLE} names third"
     )
+    monkeypatch.setenv(DEVICE_VARIABLE, "toaster")
+    assert f"{DEVICE_VARIABLE} names the unknown device 'toaster'" in printed(capsys)
+    monkeypatch.setenv(DEVICE_VARIABLE, "auto")  # as if it were not set
+    assert DEVICE_VARIABLE not in printed(capsys)
     monkeypatch.setenv(DEVICE_VARIABLE, "first")
     assert printed(capsys).splitlines()[-1].startswith("default: no device")
 

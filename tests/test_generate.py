@@ -25,7 +25,7 @@ from lantern_hpu.methods.relaxation import Multiplicative
 from lantern_hpu.methods.request import Request, Sampling
 from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.results.images import CAPTION, METADATA, read_png
+from lantern_hpu.results.images import CAPTION, METADATA, is_cut_off, read_png
 from lantern_hpu.results.prompts import read_prompts
 from tests.folder import write_folder
 from tests.marks import mostly_slow
@@ -563,6 +563,16 @@ def test_resume_names_pictures_of_another_run_and_draws_none(
     assert {file: file.read_bytes() for file in folder.iterdir()} == before
     assert resumed(model, folder, *first, "--prompt", "a lemon") == 0  # one more at the end
     assert len(list(folder.iterdir())) == 3
+
+
+def test_a_picture_that_lacks_its_last_bytes_is_cut_off(tmp_path: Path) -> None:
+    whole, part = tmp_path / "whole.png", tmp_path / "part.png"
+    Image.new("RGB", (8, 8), "red").save(whole)
+    assert not is_cut_off(whole)
+    data = whole.read_bytes()
+    for length in range(len(data)):
+        part.write_bytes(data[:length])
+        assert is_cut_off(part), length
 
 
 @pytest.mark.parametrize("length", [0, 5, 200, -300, -30])

@@ -139,7 +139,8 @@ def test_a_cached_table_of_neighbours_is_checked(cache: Path) -> None:
     (file,) = (cache / "neighbours").iterdir()
     kept = np.load(file)
     beyond = [spoiled_row(kept, code) for code in (50, -1, 2**30)]
-    for wrong in (kept[:, ::-1], kept + 1, kept.astype(float), kept[:3], kept * 0 - 1, *beyond):
+    shapes = (kept[:, ::-1], kept[:3], kept[:, :3])
+    for wrong in (*shapes, kept + 1, kept.astype(float), kept * 0 - 1, *beyond):
         np.save(file, wrong)
         with pytest.warns(UserWarning, match="it is made anew"):
             assert torch.equal(cached_nearest(book, 5), want)

@@ -165,8 +165,8 @@ def add_method_options(group: Group) -> None:
     add(
         "--window",
         metavar="W",
-        help=f"drafts per step of a window method ({DEFAULT_WINDOW}; on processors 2 to 5, by model "
-        "size); W:KxD for K candidates at each of the first D positions (sjd-pac; 3x3); W:commit=C to accept "
+        help=f"drafts per step of a window method ({DEFAULT_WINDOW}; on processors 2 or 5, by model "
+        "and processor); W:KxD for K candidates at each of the first D positions (sjd-pac; 3x3); W:commit=C to accept "
         "the first C drafts in every step: a fixed number of steps, lossless only for C = 1",
     )
     add(

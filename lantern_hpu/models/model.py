@@ -33,6 +33,7 @@ CACHED_NEIGHBOURS = 1024  # neighbours kept in the cache: no published setting u
 COMPARED = 1024  # codes compared with all others at a time
 ROUNDED = 0.01  # of a code's length: how far distances by a float32 product of matrices may be off
 CHECKED_ROWS = 16  # rows of a published table that are compared with the codebook
+BLOCK = 1024  # rows of a table that are checked at once, without a copy of all
 
 
 @dataclass(frozen=True)
@@ -231,7 +232,7 @@ def cached_nearest(codebook: Tensor, k: int) -> Tensor:
     if os.path.lexists(file):
         try:
             return read_kept(file, rows, width)[:, :k].contiguous()
-        except WeightsError as error:
+        except (WeightsError, OptionError) as error:
             warnings.warn(f"{error.what}: {error.why}; it is made anew", stacklevel=2)
             with suppress(OSError):
                 file.unlink()
@@ -284,7 +285,7 @@ def check_table(path: Path, codebook: Tensor) -> str | None:
     foreign = f"the neighbours in {path} are for another codebook"
     rows = codebook.detach().cpu().double()
     index = torch.linspace(0, size - 1, min(CHECKED_ROWS, size)).long()
-    neighbours = read_table(path, None, size)[index].long()  # [n, K]
+    neighbours = read_table(path, None, size, index.tolist()).long()  # [n, K]
     if bool((neighbours == index[:, None]).any()):
         why = "a code is listed as its own neighbour"
         raise WeightsError(f"the neighbours in {path} cannot be used", why)
@@ -310,12 +311,15 @@ def table_digest(path: Path) -> str:
     return hashlib.sha256(f"{table.shape}".encode() + some.tobytes()).hexdigest()
 
 
-def read_table(path: Path, k: int | None, codes: int) -> Tensor:
+def read_table(path: Path, k: int | None, codes: int, rows: Sequence[int] | None = None) -> Tensor:
     """The first k columns of a table, or all, whatever whole numbers it is stored as: [V, k] int32, each a code.
 
+    Args:
+        rows: [n] of these alone: [n, k]. All are checked, as what reads tables checks no index.
+
     Raises:
-        WeightsError: it is no table of so many codes. Every row that is returned was looked at: what reads tables
-            checks no index.
+        WeightsError: it is no table of so many codes.
+        OptionError: it has fewer columns.
     """
     table = open_table(path)
     foreign = f"the neighbours in {path} are for another codebook"
@@ -325,7 +329,12 @@ def read_table(path: Path, k: int | None, codes: int) -> Tensor:
     if k is not None and table.shape[1] < k:
         why = f"{path} lists {table.shape[1]}"
         raise OptionError(f"{k} neighbours were asked for", why, f"--relax k={table.shape[1] - 1}")
-    rows = torch.from_numpy(table[:, :k].astype(np.int64))  # a copy: the file may change
-    if int(rows.min()) < 0 or int(rows.max()) >= codes:
-        raise WeightsError(foreign, f"it lists codes beyond {codes - 1}")
-    return rows.int()
+    columns = table[:, :k]
+    blocks = [columns[start : start + BLOCK] for start in range(0, codes, BLOCK)]
+    wanted = (columns if rows is None else columns[list(rows)]).astype(
+        np.int64
+    )  # the file may change
+    for block in (*blocks, wanted):
+        if int(block.min()) < 0 or int(block.max()) >= codes:
+            raise WeightsError(foreign, f"it lists codes beyond {codes - 1}")
+    return torch.from_numpy(wanted.astype(np.int32))

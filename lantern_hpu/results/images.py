@@ -50,7 +50,7 @@ REPORTED = (
 )
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".avif", ".gif", ".bmp", ".tif", ".tiff")
 NUMBERED = re.compile(r"\d{3,}-[a-z0-9-]+\.png")  # pictures of a folder: see `image_files`
-SIGNATURE = b"\x89PNG\r\n\x1a\n"
+SIGNATURE, END = b"\x89PNG\r\n\x1a\n", b"IEND\xaeB`\x82"  # of a PNG
 METADATA = "lantern_hpu"  # key of the PNG text chunk with everything needed to draw the image again
 
 
@@ -333,16 +333,15 @@ def read_png(path: Path) -> dict[str, Any]:
 
 def is_cut_off(path: Path) -> bool:
     """Whether it is a PNG that is not whole, as of a copy that broke off; not whether it is one of ours."""
-    with open(path, "rb") as file:
-        start = file.read(len(SIGNATURE))
-    if not SIGNATURE.startswith(start):
+    data = path.read_bytes()
+    if not SIGNATURE.startswith(data[: len(SIGNATURE)]):
         return False
     try:
-        with Image.open(path) as image:
+        with Image.open(io.BytesIO(data)) as image:
             image.load()
-    except (OSError, ValueError, SyntaxError):
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         return True
-    return False
+    return not data.endswith(END)
 
 
 def drawn_otherwise(

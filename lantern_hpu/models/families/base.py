@@ -26,6 +26,8 @@ LLAMA: Keys = {
     "rope_parameters.rope_type": "default",
     "rope_scaling.rope_type": "default",
     "rope_scaling.type": "default",
+    "rope_scaling.factor": 1.0,
+    "rope_parameters.factor": 1.0,
     "use_sliding_window": False,
     "layer_types": "full_attention",
     "swin_norm": False,
@@ -93,11 +95,20 @@ def within(section: str, keys: Keys) -> Keys:
 
 
 def check_keys(checkpoint: Checkpoint, about: Keys, keys: Keys) -> None:
-    """Raise a WeightsError unless each key that config.json has is of the value that is known."""
+    """Raise a WeightsError unless each key that config.json has is of the value that is known.
+
+    A section of several, as of rotary positions by the kind of a layer, is of none that is known.
+    """
     for name, known in keys.items():
         value: Any = about
         for part in name.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else value
+            if not isinstance(value, Mapping):
+                break  # a section that is none
+            if part in ("rope_type", "type"):
+                several = [kind for kind, one in value.items() if isinstance(one, Mapping)]
+                section = name.rpartition(".")[0]
+                check_known(checkpoint, (section, several or "one", "one"))
+            value = value.get(part)
         values = value if isinstance(value, list) else [value]
         check_known(checkpoint, *((name, each, known) for each in values if each is not None))
 

@@ -275,7 +275,7 @@ def check_neighbours(model: ImageModel) -> None:
     if model.vq is not None:
         note = check_table(model.neighbour_table, model.codebook) or ""
     else:
-        read_table(model.neighbour_table, None, model.codes)
+        read_table(model.neighbour_table, None, model.codes, rows=[0])
         note = "neighbours were not compared with a codebook: there is no tokenizer"
     model.notes += [note] if note and note not in model.notes else []
     model.files["neighbours"] = table_digest(model.neighbour_table)
