@@ -168,7 +168,7 @@ def get_backend(name: str = "auto", graphs: str = "auto") -> Backend:
     """
     name = device_named(name)
     if name != "auto" and name not in BACKENDS:
-        raise DeviceError(f"unknown device {name!r}", hint=choices(["auto", *BACKENDS], name))
+        raise DeviceError(f"unknown device {name!r}", hint=choices(["auto", *BACKENDS]))
     refused = []
     for candidate in filter(installed, BACKENDS) if name == "auto" else [name]:
         module, _, cls = BACKENDS[candidate].partition(":")

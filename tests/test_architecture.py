@@ -51,7 +51,7 @@ CONSTANTS = {"tensor", "arange", "zeros", "ones", "full", "empty", "eye", "as_te
 
 # The size of the code in lines of Python, rounded up to 500: `python -m scripts.house` reports the size itself
 PRODUCT = 28_000  # lantern_hpu, backends and graphs
-WHOLE = 45_500  # the repository without its tests
+WHOLE = 46_000  # the repository without its tests
 NATIVE = 1_000  # lines of C of the product
 DATACLASSES = 110  # of the product
 OPTIONS = 42  # of `generate`

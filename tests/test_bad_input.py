@@ -391,7 +391,6 @@ def test_a_value_that_is_no_text_has_no_nearest_name() -> None:
         ("generate --prompt x --model builtn", "builtin"),
         ("generate --prompt x --model llamagen-t2i-521", "llamagen-t2i-512"),
         ("generate --prompt x --dtype bf16", "bfloat16"),
-        ("generate --prompt x --device cpuu", "cpu"),
         ("generate --prompt x --method egle", "eagle"),
         ("generate --prompt x --relax lamda-5", "lambda-5"),
         ("generate --prompt x --overwrite", "--force"),
