@@ -276,7 +276,7 @@ class Backend(ABC):
         self.check_offers("quantize", options.quantize or "none", ["none", *self.quantized])
         cores = os.cpu_count() or 1
         allowed = f"1 to {cores}, or 0 for the fastest"
-        require(0 <= options.threads <= cores, "--threads", options.threads, allowed)
+        require(0 <= options.threads <= cores, "threads", options.threads, allowed)
         if options.threads:
             torch.set_num_threads(options.threads)
         dtype, why = self.number_format(options.dtype, config.parameters)

@@ -69,7 +69,7 @@ def attempt(ask: Callable[[], Facts]) -> Facts:
 def failure(error: Exception) -> Facts:
     """An error as it was, and in plain words if it is a known one."""
     if isinstance(error, LanternError):
-        text = f"{error.what}: {error.why}" if error.why else error.what
+        text = error.reason
         return {"error": text, "meaning": None, "hint": error.hint}
     known = hpu_errors.explain_gaudi(error)
     return {

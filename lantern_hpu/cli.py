@@ -18,7 +18,7 @@ from importlib import import_module
 from lantern_hpu import __version__
 from lantern_hpu.backends import GAUDI
 from lantern_hpu.console import open_streams
-from lantern_hpu.errors import OptionError, choices, exit_code
+from lantern_hpu.errors import OptionError, as_option, choices, exit_code
 
 # Each is a module of `lantern_hpu.commands` with a `main(argv)`, imported only when it is asked for.
 COMMANDS = {
@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if name not in COMMANDS:
         error = OptionError(f"unknown command {name!r}", hint=choices(COMMANDS, name))
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {error.text(as_option)}", file=sys.stderr)
         return 2
     return run_emulated(name, rest) if "--emulate" in rest else run(name, rest)
 

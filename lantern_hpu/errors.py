@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import Field, field, fields
+from dataclasses import Field, dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any, ParamSpec, TypeVar
 
@@ -60,40 +60,128 @@ ELSEWHERE = {
     "load_textual_inversion": "words of the prompt",
     "generate": 'pipe("a red apple")',
 }
-# Options of commands that a Python argument of another name stands for
-ARGUMENTS = {"cfg_scale": "guidance_scale", "num_images": "num_images_per_prompt", "model": "model"}
+# Arguments of Python that have another name than elsewhere
+PYTHON_NAMES = {"cfg_scale": "guidance_scale", "num_images": "num_images_per_prompt"}
+
+
+@dataclass(frozen=True)
+class Arg:
+    """An argument that an error names; each surface spells it in its own way.
+
+    Attributes:
+        name: of a field of a request, or of an option, with underscores: `cfg_scale`.
+        value: that it has, or should have; None names the argument alone, and True is a switch.
+    """
+
+    name: str
+    value: object = None
+
+    def __str__(self) -> str:
+        return as_keyword(self)
+
+
+class Words(str):
+    """A text that names arguments: a string in Python's words, which other surfaces spell in theirs.
+
+    Its parts are joined by spaces, but for one that starts with punctuation.
+    """
+
+    parts: tuple[str | Arg, ...]
+
+    def __new__(cls, *parts: str | Arg) -> Words:
+        self = super().__new__(cls, joined(parts, as_keyword))
+        self.parts = parts
+        return self
+
+    def __getnewargs__(self) -> tuple[str | Arg, ...]:
+        return self.parts  # a pickle of another process keeps them
+
+    @property
+    def args(self) -> list[Arg]:
+        """The arguments that it names, in their order."""
+        nested = [part.args if isinstance(part, Words) else [part] for part in self.parts]
+        return [arg for args in nested for arg in args if isinstance(arg, Arg)]
+
+
+def words(*parts: str | Arg) -> Words:
+    """`words(Arg("tree"), "and", Arg("window"), "exclude each other")`."""
+    return Words(*parts)
+
+
+def joined(parts: Iterable[str | Arg], spell: Callable[[Arg], str]) -> str:
+    texts = [spelled(part, spell) for part in parts]
+    return "".join(
+        text if not index or text[:1] in ",;:)" else f" {text}" for index, text in enumerate(texts)
+    )
+
+
+def spelled(text: str | Arg, spell: Callable[[Arg], str]) -> str:
+    """A text in the words of a surface, which writes an argument by `spell`."""
+    if isinstance(text, Arg):
+        return spell(text)
+    return joined(text.parts, spell) if isinstance(text, Words) else text
+
+
+def as_keyword(arg: Arg) -> str:
+    """In Python: `guidance_scale=0`, `relax="lambda-5"`."""
+    name = PYTHON_NAMES.get(arg.name, arg.name)
+    if arg.value is None:
+        return name
+    value = f'"{arg.value}"' if isinstance(arg.value, str) else str(arg.value)
+    return f"{name}={value}"
+
+
+def as_option(arg: Arg) -> str:
+    """On a command line: `--cfg-scale 0`, `--relax lambda-5`."""
+    name = "--" + arg.name.replace("_", "-")
+    if arg.value is None or arg.value is True:
+        return name
+    value = str(arg.value)
+    return f'{name} "{value}"' if " " in value else f"{name} {value}"
+
+
+def shell(command: str, *rest: str | Arg) -> str:
+    """A command to type, the same on every surface: `shell("tune", Arg("method", "scd"))`."""
+    return joined([f"lantern-hpu {command}", *rest], as_option)
 
 
 class LanternError(Exception):
-    """Base of every error this package raises on purpose; commands print it and exit with code 2."""
+    """Base of every error this package raises on purpose; commands print it and exit with code 2.
 
-    in_python = False  # whether it names Python's arguments in place of options
+    Its text names arguments as data, so that the command line, Python and HTTP each use their own words: `str` has
+    Python's, `text(as_option)` the command line's.
+    """
 
-    def __init__(self, what: str, why: str = "", hint: str = "", field: str = "") -> None:
-        """`field` is that of a request or of options which is refused, where it is a single one."""
-        self.what, self.why, self.hint, self.field = what, why, hint, field
+    def __init__(
+        self,
+        what: str | Arg,
+        why: str | Arg = "",
+        hint: str | Arg = "",
+        field: str = "",
+    ) -> None:
+        """`field` is the argument that is refused, if it is not the first that `what` names."""
+        self.what, self.why, self.hint = words(what), words(why), words(hint)
+        self.field = field or next((arg.name for arg in self.what.args), "")
         super().__init__(what)
 
+    @property
+    def reason(self) -> Words:
+        """Its text without the hint."""
+        return words(self.what, ":", self.why) if self.why else self.what
+
+    def text(self, spell: Callable[[Arg], str], knows: Callable[[str], bool] | None = None) -> str:
+        """In the words of a surface.
+
+        Args:
+            spell: how it writes an argument.
+            knows: whether it has an argument of a name; a hint that names another one is left out.
+        """
+        text = spelled(self.reason, spell)
+        unknown = knows and not all(knows(arg.name) for arg in self.hint.args)
+        return text if unknown or not self.hint else f"{text}\n  try: {spelled(self.hint, spell)}"
+
     def __str__(self) -> str:
-        text = self.what if not self.why else f"{self.what}: {self.why}"
-        text = text if not self.hint else f"{text}\n  try: {self.hint}"
-        return python_form(text) if self.in_python else text
-
-
-def python_form(text: str) -> str:
-    """`--cfg-scale is 0` and `--relax lambda-5` as `guidance_scale is 0` and `relax="lambda-5"`."""
-
-    def one(match: re.Match[str]) -> str:
-        name, value = match[1].replace("-", "_"), match[2]
-        name = ARGUMENTS.get(name, name)
-        if value is None:
-            return name
-        quoted = value if value[0] == '"' or value.isdigit() else f'"{value}"'
-        return f"{name}={quoted}"
-
-    # A bare word is a value where a sentence ends, `--device cpu;`, and else the next of the sentence
-    values = r'"[^"]*"|[a-z]+(?=;|$)|\d[\w=.-]*(?::[\w:=.-]+)*|[a-z+]+[-:=_@][\w:=.@-]+'
-    return re.sub(rf"--([a-z]+(?:-[a-z]+)*)(?: ({values}))?", one, text)
+        return self.text(as_keyword)
 
 
 class OptionError(LanternError):
@@ -139,8 +227,7 @@ def exit_code(command: Callable[[], int | None]) -> int:
     try:
         return command() or 0
     except LanternError as error:
-        error.in_python = False
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {error.text(as_option)}", file=sys.stderr)
         return 2
     except OSError as error:
         if error.filename is None or error.strerror is None:
@@ -189,8 +276,7 @@ def choices(names: Iterable[str], asked: object = "") -> str:
 
 
 def nearest_keyword(function: Callable[P, T]) -> Callable[P, T]:
-    """A function of the Python API: unknown keyword arguments are refused with the name that was probably meant, and
-    its errors name arguments, not options."""
+    """A function of the Python API: unknown keyword arguments are refused with the name that was probably meant."""
     parameters = inspect.signature(function).parameters
     known = [name for name in parameters if name not in ("self", "cls")]
     places = sum(one.kind is one.POSITIONAL_OR_KEYWORD for one in parameters.values())
@@ -205,20 +291,16 @@ def nearest_keyword(function: Callable[P, T]) -> Callable[P, T]:
                 close = difflib.get_close_matches(name, known, 1, 0.5) or [", ".join(known)]
                 what = f"{function.__name__}() has no argument {name!r}"
                 raise OptionError(what, hint=RENAMED.get(name, close[0]))
-        try:
-            return function(*args, **kwargs)
-        except LanternError as error:
-            error.in_python = True
-            raise
+        return function(*args, **kwargs)
 
     return checked
 
 
-def require(holds: bool, name: str, value: object, allowed: str) -> None:
-    """Raise an OptionError that names the option, its value and the allowed ones."""
+def require(holds: bool, name: str | Words, value: object, allowed: str) -> None:
+    """Raise an OptionError that names an argument, its value and the allowed ones."""
     if not holds:
-        field = name.lstrip("-").partition(" ")[0].replace("-", "_")  # of `--relax k`, `relax`
-        raise OptionError(f"{name} is {value}", f"allowed: {allowed}", field=field)
+        argument = Arg(name) if isinstance(name, str) else name
+        raise OptionError(words(argument, f"is {value}"), f"allowed: {allowed}")
 
 
 def option(
@@ -251,6 +333,11 @@ def option_name(part: Field[Any]) -> str:
     return part.metadata.get("option") or "--" + part.name.replace("_", "-")
 
 
+def argument_name(part: Field[Any]) -> str:
+    """The same with underscores, as errors name it: `cfg_scale`."""
+    return option_name(part)[2:].replace("-", "_")
+
+
 def allowed_range(part: Field[Any]) -> str:
     """The range of an option in words: `1 (off) to 100`, `0 (exact) or more`; empty if it has none."""
     marks = part.metadata.get("marks", {})
@@ -269,7 +356,7 @@ def check_ranges(values: Any) -> None:
         if value is not None or type(part.default) in (int, float):
             fits = is_like(value, part.default)
             fits = fits and (low is None or value >= low) and (high is None or value <= high)
-            require(fits, option_name(part), value, allowed_range(part) or "a number")
+            require(fits, argument_name(part), value, allowed_range(part) or "a number")
 
 
 def is_like(value: object, usual: object) -> bool:

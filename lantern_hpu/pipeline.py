@@ -31,11 +31,13 @@ from lantern_hpu.decode.pixels import codes_of, decode_codes, hidden_states, pre
 from lantern_hpu.decode.spec import Spec, batch_size_for
 from lantern_hpu.errors import (
     ELSEWHERE,
+    Arg,
     NotHereError,
     OptionError,
     choices,
     nearest_keyword,
     require,
+    words,
 )
 from lantern_hpu.files import write_file
 from lantern_hpu.loading import Check, device_name, load_model, write_folder
@@ -324,7 +326,12 @@ class LanternPipeline:
         prompts = prompts_of(prompt)
         negatives = per_prompt("negative_prompt", negative_prompt, len(prompts))
         count = len(prompts) * num_images_per_prompt
-        require(count <= MAX_IMAGES, "images of one call", count, f"at most {MAX_IMAGES}")
+        require(
+            count <= MAX_IMAGES,
+            words(Arg("num_images"), "of one call"),
+            count,
+            f"at most {MAX_IMAGES}",
+        )
         given: dict[str, Any] = {"cfg_scale": guidance_scale, "temperature": temperature}
         given |= {"top_k": top_k, "top_p": top_p}
         given = {name: value for name, value in given.items() if value is not None}

@@ -52,7 +52,7 @@ def ending(error: Ended) -> str | None:
     """What ended a program, in one line; without the hint of an error of ours, which may advise to run the lint."""
     if error is None:
         return None
-    message = f"{error.what}: {error.why}" if isinstance(error, LanternError) else str(error)
+    message = error.reason if isinstance(error, LanternError) else str(error)
     return f"{type(error).__name__}: {message}"
 
 

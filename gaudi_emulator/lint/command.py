@@ -63,8 +63,8 @@ class LintRequest:
     json: bool = option(False, "print findings and counts as JSON")
 
     def __post_init__(self) -> None:
-        require(self.timeout > 0, "--timeout", self.timeout, "more than 0")
-        require(self.profile in PROFILES, "--profile", self.profile, choices(PROFILES))
+        require(self.timeout > 0, "timeout", self.timeout, "more than 0")
+        require(self.profile in PROFILES, "profile", self.profile, choices(PROFILES))
         if self.method != "all":
             Setting.parse(self.method)
 

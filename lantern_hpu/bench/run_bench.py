@@ -143,7 +143,7 @@ def refusals(pipeline: LanternPipeline, case: Case, missed: list[str]) -> Iterat
         with pipeline.backend.errors(), torch.no_grad():
             yield
     except DeviceError as error:
-        missed.append(f"not measured: {case}: {error.what}: {error.why}")
+        missed.append(f"not measured: {case}: {error.reason}")
         pipeline.engines.shrink(0)
 
 

@@ -66,7 +66,7 @@ def bench_request(args: argparse.Namespace, usual: Mapping[str, str] = USUAL) ->
         trees = [tree for tree in usual["trees"].split(",") if drafting & set(methods_for(tree))]
     sizes = listed(args.batch_sizes or usual["batch_sizes"], "--batch-sizes")
     whole = all(size.isdecimal() and int(size) >= 1 for size in sizes)
-    require(whole, "--batch-sizes", args.batch_sizes, "numbers from 1, such as 1,8")
+    require(whole, "batch_sizes", args.batch_sizes, "numbers from 1, such as 1,8")
     given = {"images": int(usual["images"])} if "images" in usual else {}
     return BenchRequest(
         options=options.from_args(DeviceOptions, args),

@@ -170,7 +170,7 @@ class GenerateJob:
 
 def read_job(args: argparse.Namespace) -> GenerateJob:
     """What the options ask for."""
-    require(args.preview_every >= 0, "--preview-every", args.preview_every, "0 (off) or more")
+    require(args.preview_every >= 0, "preview_every", args.preview_every, "0 (off) or more")
     if args.resume and (args.force or args.grid or args.save_tokens or args.save_states):
         why = "it keeps the images that are there, and only their pixels"
         raise OptionError("--resume excludes --force, --grid, --save-tokens and --save-states", why)
@@ -186,7 +186,7 @@ def new_job(args: argparse.Namespace) -> GenerateJob:
         raise OptionError("nothing to draw", "no prompt was given", '--prompt "a red apple"')
     count = 1 if args.num_images is None else args.num_images
     most = MAX_IMAGES // len(prompts)
-    require(1 <= count <= most, "--num-images", count, f"1 to {most}")
+    require(1 <= count <= most, "num_images", count, f"1 to {most}")
     for label in args.class_label:
         from lantern_hpu.models.text.prefix import class_index
 

@@ -19,7 +19,7 @@ def draw_with_workers(args: argparse.Namespace) -> int:
     from lantern_hpu.workers import pieces, share_work
 
     job = read_job(args)
-    require(1 <= args.workers <= 4096, "--workers", args.workers, "1 to 4096")
+    require(1 <= args.workers <= 4096, "workers", args.workers, "1 to 4096")
     saved = args.save_tokens or args.save_states
     if args.grid or args.report or saved or args.preview_every or args.from_png:
         what = "--workers excludes --grid, --report, --save-tokens, --save-states, --preview-every and --from-png"

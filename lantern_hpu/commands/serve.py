@@ -54,8 +54,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def serve_request(args: argparse.Namespace) -> ServeOptions:
-    require(0 <= args.port <= 65535, "--port", args.port, "0 (any that is free) to 65535")
-    require(1 <= args.replicas <= 1024, "--replicas", args.replicas, "1 to 1024")
+    require(0 <= args.port <= 65535, "port", args.port, "0 (any that is free) to 65535")
+    require(1 <= args.replicas <= 1024, "replicas", args.replicas, "1 to 1024")
     key = args.api_key  # an empty one, as of a variable that is not set, is refused
     key = os.environ.get("LANTERN_HPU_API_KEY") or None if key is None else key
     made = {

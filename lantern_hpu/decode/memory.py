@@ -84,9 +84,9 @@ def phases(model: ModelConfig, setup: Setup) -> dict[str, Rows]:
     Target, drafter and image tokenizer are loaded, then caches are allocated, and both stay. Prompts are encoded
     before the first step.
     """
-    require(setup.dtype in BYTES, "--dtype", setup.dtype, ", ".join(BYTES))
-    require(setup.batch_size > 0, "--batch-size", setup.batch_size, "1 or more")
-    require(setup.keep_text in KEEP_TEXT, "--keep-text", setup.keep_text, ", ".join(KEEP_TEXT))
+    require(setup.dtype in BYTES, "dtype", setup.dtype, ", ".join(BYTES))
+    require(setup.batch_size > 0, "batch_size", setup.batch_size, "1 or more")
+    require(setup.keep_text in KEEP_TEXT, "keep_text", setup.keep_text, ", ".join(KEEP_TEXT))
     if setup.tree.needs_drafter and model.drafter is None:
         what = f"the tree {setup.tree.name} needs a drafter"
         raise OptionError(what, "the model has none", "--method ar or scd")

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lantern_hpu.errors import OptionError, require
+from lantern_hpu.errors import Arg, OptionError, require, words
 from lantern_hpu.methods.relaxation import Residual
 from lantern_hpu.methods.request import Request
 from lantern_hpu.methods.setting import check_acceptance
@@ -126,10 +126,14 @@ def common_residual(requests: Sequence[Request]) -> Residual:
 def neighbours_needed(requests: Sequence[Request], codes: int, listed: int) -> int:
     """Neighbours of a code that some request looks at, where `listed` are known of each of so many codes."""
     most = max((r.relaxation.k for r in requests if r.relaxation.lends), default=0)
-    require(most < codes, "--relax k", most, f"0 to {codes - 1}, the neighbours of a code")
+    require(
+        most < codes, words(Arg("relax"), "k"), most, f"0 to {codes - 1}, the neighbours of a code"
+    )
     # The published residual looks one neighbour further than the bound.
     need = min(most + 1, codes - 1) if most else 0
-    require(need <= listed, "--relax k", most, f"0 to {listed - 1}, as many as are listed")
+    require(
+        need <= listed, words(Arg("relax"), "k"), most, f"0 to {listed - 1}, as many as are listed"
+    )
     return need
 
 
@@ -142,7 +146,7 @@ def check_drawable(tree: Tree, requests: Sequence[Request], config: TransformerC
         check_acceptance(tree, request.relaxation)
     if isinstance(tree, Window):
         most, why = config.tokens - 1, "the rest of the image"
-        require(tree.width <= most, "--window", tree.width, f"at most {most}, {why}")
+        require(tree.width <= most, "window", tree.width, f"at most {most}, {why}")
 
 
 def keeps_noise(config: TransformerConfig, tree: Tree, images: int) -> bool:
@@ -162,7 +166,7 @@ def batch_size_for(images: int, wanted: int | None = None) -> int:
 
     Ten images in batches of at most eight are two batches of six, not eight and two.
     """
-    require(wanted is None or wanted >= 1, "--batch-size", wanted, "1 or more")
+    require(wanted is None or wanted >= 1, "batch_size", wanted, "1 or more")
     if wanted:
         return wanted
     batches = -(-images // BATCHES[-1])

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, get_args
 
-from lantern_hpu.errors import OptionError, choices, is_like, require
+from lantern_hpu.errors import Arg, OptionError, choices, is_like, require, words
 
 Residual = Literal["sound", "official"]
 LOSSLESS = "lossless"  # in files and reports, of the usual rule where it relaxes nothing
@@ -50,9 +50,9 @@ class Relaxation:
             if "range" in part.metadata and (number is not None or part.default is not None):
                 low, high, allowed = part.metadata["range"]
                 fits = is_like(number, part.default) and low <= number <= high
-                require(fits, f"--relax {key}", number, allowed)
+                require(fits, words(Arg("relax"), key), number, allowed)
         why = f"0, as no neighbour lends mass to {self.bound_key()}"
-        require(self.has_neighbours or self.k == 0, "--relax k", self.k, why)
+        require(self.has_neighbours or self.k == 0, words(Arg("relax"), "k"), self.k, why)
 
     @classmethod
     def by_key(cls) -> dict[str, Field[Any]]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lantern_hpu.errors import OptionError, check_ranges, option, require
+from lantern_hpu.errors import Arg, OptionError, check_ranges, option, require, words
 from lantern_hpu.methods.relaxation import EXACT, MOST, Relaxation
 
 if TYPE_CHECKING:
@@ -52,22 +52,22 @@ class Sampling:
         check_ranges(self)
         # Below 0.01 float32 would overflow on the way to what greedy says exactly.
         fits = self.temperature == 0 or 0.01 <= self.temperature <= 10
-        require(fits, "--temperature", self.temperature, "0 (greedy), or 0.01 to 10")
+        require(fits, "temperature", self.temperature, "0 (greedy), or 0.01 to 10")
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
 
 
-def check_text(what: str, text: str) -> None:
+def check_text(what: str | Arg, text: str) -> None:
     """Raise an OptionError for what no model reads and no file holds: half a character, or a control character."""
     for mark in text:
         if "\ud800" <= mark <= "\udfff":
             why = f"it holds {mark!r}, half of a character or a byte of another encoding"
-            raise OptionError(f"{what} is no text", why, "the same in UTF-8")
+            raise OptionError(words(what, "is not valid text"), why, "the same in UTF-8")
         if unicodedata.category(mark) == "Cc" and not mark.isspace():
             why = f"it holds the control character {mark!r}"
-            raise OptionError(f"{what} is no text", why, "leave it out")
+            raise OptionError(words(what, "is not valid text"), why, "leave it out")
 
 
 @dataclass(frozen=True)
@@ -89,11 +89,11 @@ class Request:
     def __post_init__(self) -> None:
         if not self.prompt.strip():
             raise OptionError(
-                "the prompt is empty", "there is nothing to draw", '--prompt "a red apple"'
+                "the prompt is empty", "there is nothing to draw", Arg("prompt", "a red apple")
             )
         check_text("the prompt", self.prompt)
-        check_text("--negative-prompt", self.negative or "")
-        require(0 <= self.seed <= MAX_SEED, "--seed", self.seed, f"0 to {MAX_SEED}")
+        check_text(Arg("negative_prompt"), self.negative or "")
+        require(0 <= self.seed <= MAX_SEED, "seed", self.seed, f"0 to {MAX_SEED}")
 
 
 def size_of(height: int | None, width: int | None) -> tuple[int, int] | None:
@@ -129,7 +129,12 @@ def per_prompt(name: str, value: str | Sequence[str] | None, count: int) -> list
     """One value for each of `count` prompts."""
     if value is None or isinstance(value, str):
         return [value] * count
-    require(len(value) == count, f"the length of {name}", len(value), f"{count}, or one string")
+    require(
+        len(value) == count,
+        words("the length of", Arg(name)),
+        len(value),
+        f"{count}, or one string",
+    )
     return list(value)
 
 
@@ -152,11 +157,13 @@ def seeds_of(
     require(seed is None or generator is None, "seed", seed, "one of seed and generator")
     if isinstance(seed, (list, tuple)):
         each = f"{count}, one an image, or a single seed"
-        require(len(seed) == count, "the number of seeds", len(seed), each)
+        require(len(seed) == count, words("the number of", Arg("seed")), len(seed), each)
         return [whole_number("seed", one) for one in seed]
     if isinstance(generator, Sequence):
         each = f"{count}, one an image, or a single one"
-        require(len(generator) == count, "the number of generators", len(generator), each)
+        require(
+            len(generator) == count, words("the number of", Arg("generator")), len(generator), each
+        )
         return [one.initial_seed() % (MAX_SEED + 1) for one in generator]
     first = whole_number("seed", seed or 0)
     first = first if generator is None else generator.initial_seed() % (MAX_SEED + 1)

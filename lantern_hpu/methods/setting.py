@@ -199,8 +199,8 @@ class Setting:
                 raise OptionError("nothing follows @")
             return cls(name, relaxation, read_tree(name, tree) if at else None)
         except LanternError as error:
-            why = f"{error.what}: {error.why}" if error.why else error.what
-            raise OptionError(f"{text!r} is no setting", why, error.hint or FORM) from error
+            what = f"invalid setting {text!r}"
+            raise OptionError(what, error.reason, error.hint or FORM) from error
 
     @classmethod
     def of(

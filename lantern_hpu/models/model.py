@@ -233,7 +233,7 @@ def cached_nearest(codebook: Tensor, k: int) -> Tensor:
         try:
             return read_kept(file, rows, width)[:, :k].contiguous()
         except (WeightsError, OptionError) as error:
-            warnings.warn(f"{error.what}: {error.why}; it is made anew", stacklevel=2)
+            warnings.warn(f"{error.reason}; it is made again", stacklevel=2)
             with suppress(OSError):
                 file.unlink()
     table, content = nearest_codes(rows, width), io.BytesIO()

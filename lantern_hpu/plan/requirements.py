@@ -197,7 +197,7 @@ def serve_report(
     slots: int,
 ) -> list[str]:
     """What a server needs, and what would fit: each method has an engine of all slots and one of a single slot."""
-    require(1 <= slots <= 256, "--slots", slots, "1 to 256")
+    require(1 <= slots <= 256, "slots", slots, "1 to 256")
     how = {"guidance": setup.guidance, "quantize": setup.quantize, "keep_text": setup.keep_text}
 
     def need(methods: Sequence[str], slots: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import json
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lantern_hpu.decode.spec import Spec
-from lantern_hpu.errors import LanternError
+from lantern_hpu.errors import Arg, LanternError
 from lantern_hpu.methods import relaxation as relaxations
 from lantern_hpu.methods.request import MAX_SEED, Request, in_turn
 from lantern_hpu.methods.setting import Resolved
@@ -178,9 +178,13 @@ def of_field(name: str) -> Iterator[None]:
 
 
 def translated(error: LanternError) -> ApiError:
-    """An error of options, whose names are those of a command line, as one of the request's field."""
-    text = re.sub(
-        r"--([a-z][a-z-]*)", lambda m: m[1].replace("-", "_"), " ".join(str(error).split())
-    )
-    field = error.field if error.field in ImagesRequest.model_fields else None
-    return ApiError(400, text, field, "invalid_value")
+    """An error in the words of a body's fields."""
+    fields = ImagesRequest.model_fields
+    text = error.text(as_field, fields.__contains__)
+    field = error.field if error.field in fields else None
+    return ApiError(400, " ".join(text.split()), field, "invalid_value")
+
+
+def as_field(arg: Arg) -> str:
+    """In a body: `cfg_scale 0`, `method "eagle"`."""
+    return arg.name if arg.value is None else f"{arg.name} {json.dumps(arg.value, default=str)}"

@@ -70,7 +70,7 @@ class ServeOptions:
             if name not in FILTERS:
                 raise OptionError(f"{name!r} cannot be allowed", "--allow", choices(FILTERS, name))
         check_ranges(self)
-        require(self.timeout > 0, "--timeout", self.timeout, "above 0 seconds")
+        require(self.timeout > 0, "timeout", self.timeout, "above 0 seconds")
         if self.api_key is not None and not re.fullmatch(r"[!-~]+", self.api_key):
             why = "a header carries printable ASCII without spaces alone"
             raise OptionError("--api-key cannot be sent by clients", why, "letters and digits")

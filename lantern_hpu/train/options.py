@@ -41,7 +41,7 @@ class TrainOptions:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        require(0 < self.lr <= 1, "--lr", self.lr, "above 0, up to 1")
+        require(0 < self.lr <= 1, "lr", self.lr, "above 0, up to 1")
         self.read_layers()
 
     def read_layers(self) -> tuple[int, ...]:
@@ -91,7 +91,7 @@ class TrainRequest:
                 f"--mixed-precision is {self.mixed_precision}", hint=choices(PRECISIONS)
             )
         least = int(self.tokens is None)
-        require(self.samples >= least, "--samples", self.samples, f"{least} or more")
+        require(self.samples >= least, "samples", self.samples, f"{least} or more")
 
 
 def check_training(wanted: TrainRequest) -> None:

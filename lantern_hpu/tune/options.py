@@ -65,7 +65,7 @@ class TuneOptions:
             raise OptionError(what, "tune searches for the tree", "the method without @TREE")
         check_ranges(self)
         last = MAX_SEED - HELD_OUT - self.images - self.batch_size
-        require(0 <= self.seed <= last, "--seed", self.seed, f"0 to {last}")
+        require(0 <= self.seed <= last, "seed", self.seed, f"0 to {last}")
         for file in (self.output, self.report):
             if file and file.suffix != ".json":
                 hint = "a name ending in .json"

@@ -340,7 +340,7 @@ def refusal_of_a_cut(error: BaseException) -> str:
 def explained(error: BaseException) -> str:
     """An error in one line, in plain words where it is a known one."""
     if isinstance(error, LanternError):
-        return f"{error.what}: {error.why}" if error.why else error.what
+        return error.reason
     known = hpu_errors.explain_gaudi(error) if isinstance(error, Exception) else None
     if known is not None:
         return f"{known.what} ({known.hint})"

@@ -38,9 +38,9 @@ class VerifyRequest:
     def __post_init__(self) -> None:
         if self.device not in BACKENDS:
             raise OptionError(f"unknown device {self.device!r}", hint=choices(BACKENDS))
-        require(self.minutes > 0, "--minutes", self.minutes, "more than 0")
+        require(self.minutes > 0, "minutes", self.minutes, "more than 0")
         json = self.output.suffix == ".json"
-        require(json, "--output", self.output, "a name that ends in .json")
+        require(json, "output", self.output, "a name that ends in .json")
 
 
 @dataclass

@@ -187,7 +187,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8)
     args = parser.parse_args()
     images = args.images or {"same": 200, "lossless": 128}[args.what]
-    require(images % 8 == 0, "--images", images, "a multiple of 8, so that pairs share prompts")
+    require(images % 8 == 0, "images", images, "a multiple of 8, so that pairs share prompts")
     pipeline = LanternPipeline.from_pretrained(args.model, graphs="eager", layout="plain")
     check = same if args.what == "same" else lossless
     print(check(pipeline, images, args.window, args.batch_size))
