@@ -8,10 +8,9 @@ import importlib.metadata
 import inspect
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import Field, dataclass, field, fields
-from numbers import Integral, Real
+from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 from lantern_hpu.console import replace_unshown
@@ -303,67 +302,22 @@ def require(holds: bool, name: str | Words, value: object, allowed: str) -> None
         raise OptionError(words(argument, f"is {value}"), f"allowed: {allowed}")
 
 
-def option(
-    default: Any,
-    help: str,
-    *,
-    name: str = "",
-    positional: bool = False,
-    metavar: str | None = None,
-    low: float | None = None,
-    high: float | None = None,
-    marks: Mapping[float, str] = {},
-) -> Any:
-    """A dataclass field that is a command's option as well, so that default, range and help stand once.
+def option(*args: Any, **more: Any) -> Any:
+    from lantern_hpu import fields
 
-    `commands.options.add_fields` declares it; `check_ranges` holds it to its range.
-
-    Args:
-        default: `dataclasses.MISSING` where it must be given.
-        name: of the option, if it is not the field's. positional: it is given by its place, without a name.
-        metavar: of its value in the help.
-        low, high: the least and the largest value. marks: what a value at an end of the range means.
-    """
-    described = {"help": help, "option": name, "metavar": metavar, "low": low, "high": high}
-    return field(default=default, metadata=described | {"marks": marks, "positional": positional})
-
-
-def option_name(part: Field[Any]) -> str:
-    """What the option of a field is called: `--cfg-scale`."""
-    return part.metadata.get("option") or "--" + part.name.replace("_", "-")
-
-
-def argument_name(part: Field[Any]) -> str:
-    """The same with underscores, as errors name it: `cfg_scale`."""
-    return option_name(part)[2:].replace("-", "_")
-
-
-def allowed_range(part: Field[Any]) -> str:
-    """The range of an option in words: `1 (off) to 100`, `0 (exact) or more`; empty if it has none."""
-    marks = part.metadata.get("marks", {})
-    low, high = (part.metadata.get(end) for end in ("low", "high"))
-    if low is None:
-        return "" if high is None else f"at most {high:g}"
-    words = [f"{end:g} ({marks[end]})" if end in marks else f"{end:g}" for end in (low, high or 0)]
-    return f"{words[0]} or more" if high is None else f"{words[0]} to {words[1]}"
+    return fields.option(*args, **more)
 
 
 def check_ranges(values: Any) -> None:
-    """Raise an OptionError for a field of a dataclass that is no number where its default is one, or out of the range
-    which `option` gave it; None is in where it is the default."""
-    for part in fields(values):
-        value, (low, high) = getattr(values, part.name), map(part.metadata.get, ("low", "high"))
-        if value is not None or type(part.default) in (int, float):
-            fits = is_like(value, part.default)
-            fits = fits and (low is None or value >= low) and (high is None or value <= high)
-            require(fits, argument_name(part), value, allowed_range(part) or "a number")
+    from lantern_hpu import fields
+
+    fields.check_ranges(values)
 
 
-def is_like(value: object, usual: object) -> bool:
-    """Whether a value is a number where the usual one is, and a whole one where that is whole."""
-    kinds = {int: Integral, float: Real}
-    kind = kinds.get(type(usual), object)
-    return isinstance(value, kind) and not (kind is not object and isinstance(value, bool))
+def option_name(part: Any) -> str:
+    from lantern_hpu import fields
+
+    return "--" + fields.argument_name(part).replace("_", "-")
 
 
 def listed(text: str, option: str, what: str = "", allowed: Collection[str] = ()) -> list[str]:

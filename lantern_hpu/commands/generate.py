@@ -60,9 +60,11 @@ def make_parser() -> argparse.ArgumentParser:
     options.add_running_options(how)
     many = "Ray processes that generate, one per card (default: generate in this process)"
     how.add_argument("--workers", type=int, metavar="N", help=many)
-    how.add_argument("--batch-size", type=int, help="images per batch (at most 8 if not set)")
-    options.add_method_options(parser.add_argument_group("method"))
-    options.add_sampling_options(parser.add_argument_group("sampling (default: the model's own)"))
+    groups = {group.title: group for group in parser._action_groups}
+    for param in IMAGE_PARAMS.values():
+        group = groups.get(param.group) or parser.add_argument_group(param.group)
+        groups[param.group] = group
+        options.add_image_params(group, param.name)
     chosen = "print the chosen number format, layout and threads, with reasons"
     parser.add_argument("--verbose", action="store_true", help=chosen)
     parser.add_argument("--version", action="version", version=f"lantern_hpu {__version__}")
@@ -73,21 +75,12 @@ def add_what(group: argparse._ArgumentGroup) -> None:
     add, path = group.add_argument, options.file_path
     text = "text to draw; repeat the option for several prompts"
     add("--prompt", action="append", default=[], help=text)
-    negative = "negative prompt, for models that support one (Emu3)"
-    add("--negative-prompt", metavar="TEXT", help=negative)
     label = "ImageNet class by name or index, for class-conditional models; repeat for several"
     add("--class-label", action="append", default=[], metavar="LABEL", help=label)
     listed = ".txt (one a line), .tsv, .csv, .json or .jsonl"
     add("--prompts-file", type=path, metavar="FILE", help=listed)
     again = "regenerate the image of a PNG from its metadata"
     add("--from-png", type=path, metavar="FILE", help=again)
-    add("--num-images", type=int, help="images per prompt (1)")
-    pixels = (
-        "height in pixels, for models with variable sizes; without --width a square (model default)"
-    )
-    add("--height", type=int, metavar="PIXELS", help=pixels)
-    add("--width", type=int, metavar="PIXELS", help="see --height")
-    add("--seed", type=int, help="seed of the first image; image i uses seed + i (0)")
 
 
 def add_where(group: argparse._ArgumentGroup) -> None:

@@ -6,12 +6,12 @@ import argparse
 import difflib
 import os
 import shlex
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
 from lantern_hpu.backends import BACKENDS, DeviceOptions
-from lantern_hpu.errors import allowed_range, option_name
+from lantern_hpu.fields import IMAGE_PARAMS, Param, argument_name, params_of
 from lantern_hpu.graphs import RUNNERS
 from lantern_hpu.methods.relaxation import PRESETS
 from lantern_hpu.methods.request import Sampling
@@ -21,12 +21,12 @@ from lantern_hpu.methods.setting import (
     DEFAULT_WINDOW,
     METHODS,
     SMALL_TREE,
+    Setting,
 )
 from lantern_hpu.tree import DYNAMIC
 from lantern_hpu.tree.named import NAMED
 
 PROCESSOR = ("layout", "threads")  # measured there unless given
-UNSAID = (None, MISSING, (), "")  # defaults that the help does not name
 T = TypeVar("T")
 # Options of other programs, by what they are here
 RENAMED_OPTIONS = {
@@ -61,9 +61,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_fields(group: Group, kind: type[Any], *names: str, **helps: str) -> None:
-    """Declare the fields of a dataclass as options, with what `errors.option` says of them.
+    """Declare the fields of a dataclass as options, with what `fields.option` says of them.
 
-    A command's options are a dataclass whose fields are made by `errors.option(default, help, low=, high=)`:
+    A command's options are a dataclass whose fields are made by `fields.option(default, help, low=, high=)`:
 
         add_fields(parser, TuneOptions)  # --method, --batch-size, ...: type, default and range in the help
         from_args(TuneOptions, args)  # what was given; the dataclass fills in and checks the rest
@@ -74,28 +74,39 @@ def add_fields(group: Group, kind: type[Any], *names: str, **helps: str) -> None
         names: of the fields; all that have a help if none are given.
         helps: by a field's name, in place of its own help, where that is known to the command alone.
     """
-    types = get_type_hints(kind)
-    for part in fields(kind):
-        if "help" not in part.metadata or (names and part.name not in names):
-            continue
-        what, kind_of = helps.get(part.name, part.metadata["help"]), types[part.name]
-        if kind_of is bool:
-            group.add_argument(option_name(part), action="store_true", default=None, help=what)
-            continue
-        details = [allowed_range(part)] if part.metadata["low"] is not None else []
-        details += [] if part.default in UNSAID else [str(part.default)]
-        what += f" ({'; '.join(details)})" if details else ""
-        value = next(iter(get_args(kind_of)), kind_of)  # of `int | None` and `tuple[int, ...]`: int
-        more: dict[str, Any] = {"type": file_path if value is Path else value}
-        if value not in (int, float, Path):
-            more = {}
-        required, many = part.default is MISSING, get_origin(kind_of) is tuple
-        if many or (part.metadata["positional"] and not required):
-            more["nargs"] = "?" if not many else "+" if required else "*"
-        if required and not part.metadata["positional"]:
-            more["required"] = True
-        name = part.name if part.metadata["positional"] else option_name(part)
-        group.add_argument(name, metavar=part.metadata["metavar"], help=what, **more)
+    for param in params_of(kind, *names):
+        add_param(group, param, helps.get(param.name, ""))
+
+
+def add_image_params(group: Group, *names: str) -> None:
+    """Declare arguments of an image as options, by their names in the table."""
+    for name in names:
+        add_param(group, IMAGE_PARAMS[name], LONG_HELPS.get(name, ""))
+
+
+def add_param(group: Group, param: Param, help: str = "") -> None:
+    """Declare an argument as an option."""
+    what = replace(param, help=help or param.help).about
+    if param.kind is bool:
+        group.add_argument(param.option, action="store_true", default=None, help=what)
+        return
+    value = next(
+        iter(get_args(param.kind)), param.kind
+    )  # of `int | None` and `tuple[int, ...]`: int
+    more: dict[str, Any] = {}
+    if value in (int, float):
+        more["type"] = value
+    if value is Path:
+        more["type"] = file_path
+    required = param.default is MISSING
+    if get_origin(param.kind) is tuple:
+        more["nargs"] = "+" if required else "*"
+    elif param.positional and not required:
+        more["nargs"] = "?"
+    if required and not param.positional:
+        more["required"] = True
+    name = param.name if param.positional else param.option
+    group.add_argument(name, metavar=param.metavar, help=what, **more)
 
 
 def file_path(text: str) -> Path:
@@ -112,7 +123,7 @@ def output_path(text: str) -> str:
 
 def dests(kind: type[Any]) -> dict[str, str]:
     """Where parsed arguments hold the fields of a dataclass, by field."""
-    return {part.name: option_name(part)[2:].replace("-", "_") for part in fields(kind)}
+    return {part.name: argument_name(part) for part in fields(kind)}
 
 
 def given_fields(kind: type[Any], args: argparse.Namespace) -> dict[str, Any]:
@@ -147,38 +158,31 @@ def add_running_options(group: Group) -> None:
 
 # ------------------------------------------------------------------------------------ method and sampling
 
+METHOD_OPTIONS = ("method", "tree", "window", "relax")
+_ABOUT_METHODS = "; ".join(f"{name}: {method.about}" for name, method in METHODS.items())
+LONG_HELPS = {  # with the names that are known
+    "method": f"auto: the fastest lossless method measured on the device; {_ABOUT_METHODS}",
+    "tree": f"{', '.join(NAMED)}, a .json file, or {AUTO}: the one that `lantern-hpu tune` found for this model "
+    f"and device ({DEFAULT_TREE}, on processors {SMALL_TREE}); for eagle2 and lantern {DYNAMIC}, or "
+    f"{DYNAMIC}:KxExN for top-k K, E expansions and N drafts ({DYNAMIC}:10x4x58)",
+    "window": f"drafts per step of a window method ({DEFAULT_WINDOW}; on processors 2 or 5, by model "
+    "and processor); W:KxD for K candidates at each of the first D positions (sjd-pac; 3x3); W:commit=C to accept "
+    "the first C drafts in every step: a fixed number of steps, lossless only for C = 1",
+    "relax": f"relaxation: {', '.join(PRESETS)}, or values: lambda=5:k=10, delta=0.2:k=1000, tv=0.1:budget=10, "
+    "omega=2:nu=0.2:mu=0, distance=0.5:ranks=7:gap=0.15, residual=official; docs/methods.md (the method's own)",
+}
+
 
 def add_method_options(group: Group) -> None:
-    """`--method`, `--tree` and the relaxation."""
-    add = group.add_argument
-    methods = "; ".join(f"{name}: {method.about}" for name, method in METHODS.items())
-    add(
-        "--method",
-        help=f"auto: the fastest lossless method measured on the device; {methods} (auto)",
-    )
-    add(
-        "--tree",
-        help=f"{', '.join(NAMED)}, a .json file, or {AUTO}: the one that `lantern-hpu tune` found for this model "
-        f"and device ({DEFAULT_TREE}, on processors {SMALL_TREE}); for eagle2 and lantern {DYNAMIC}, or "
-        f"{DYNAMIC}:KxExN for top-k K, E expansions and N drafts ({DYNAMIC}:10x4x58)",
-    )
-    add(
-        "--window",
-        metavar="W",
-        help=f"drafts per step of a window method ({DEFAULT_WINDOW}; on processors 2 or 5, by model "
-        "and processor); W:KxD for K candidates at each of the first D positions (sjd-pac; 3x3); W:commit=C to accept "
-        "the first C drafts in every step: a fixed number of steps, lossless only for C = 1",
-    )
-    add(
-        "--relax",
-        metavar="TEXT",
-        help=f"relaxation: {', '.join(PRESETS)}, or values: lambda=5:k=10, delta=0.2:k=1000, tv=0.1:budget=10, "
-        "omega=2:nu=0.2:mu=0, distance=0.5:ranks=7:gap=0.15, residual=official; docs/methods.md (the method's own)",
-    )
+    """`--method` and its short forms."""
+    add_image_params(group, *METHOD_OPTIONS)
 
 
 def add_sampling_options(group: Group) -> None:
     """Of which the model has its own defaults."""
-    for part in fields(Sampling):
-        kind = type(part.default)
-        group.add_argument(option_name(part), type=kind, help=part.metadata["help"])
+    add_image_params(group, *(part.name for part in fields(Sampling)))
+
+
+def given_setting(args: argparse.Namespace) -> Setting:
+    """The method that the options ask for."""
+    return Setting.of(args.method or AUTO, args.relax, args.tree, args.window)

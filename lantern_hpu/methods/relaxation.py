@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, get_args
 
-from lantern_hpu.errors import Arg, OptionError, choices, is_like, require, words
+from lantern_hpu.errors import Arg, OptionError, choices, require, words
+from lantern_hpu.fields import MOST, is_number
 
 Residual = Literal["sound", "official"]
 LOSSLESS = "lossless"  # in files and reports, of the usual rule where it relaxes nothing
-MOST = 10**9  # of what has no largest meaningful value: int32 and products in float32 hold it
 MOST_EXPONENT = 80.0  # of a weight: 1000 e^80 is a float32, and accepts any draft
 
 
@@ -49,7 +49,7 @@ class Relaxation:
             number = getattr(self, part.name)
             if "range" in part.metadata and (number is not None or part.default is not None):
                 low, high, allowed = part.metadata["range"]
-                fits = is_like(number, part.default) and low <= number <= high
+                fits = is_number(number, type(part.default)) and low <= number <= high
                 require(fits, words(Arg("relax"), key), number, allowed)
         why = f"0, as no neighbour lends mass to {self.bound_key()}"
         require(self.has_neighbours or self.k == 0, words(Arg("relax"), "k"), self.k, why)

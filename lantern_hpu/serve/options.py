@@ -51,7 +51,7 @@ class ServeOptions:
     shutdown: float = option(
         60.0,
         "time limit in seconds to finish running images after SIGTERM",
-        name="--shutdown-timeout",
+        name="shutdown_timeout",
         low=0,
     )
     api_key: str | None = None

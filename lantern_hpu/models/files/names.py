@@ -53,7 +53,7 @@ class Given:
     text: str | None = option(
         None,
         "path of the T5 encoder, or of the text tokenizer",
-        name="--text-encoder",
+        name="text_encoder",
         metavar="PATH",
     )
     neighbours: str | None = option(

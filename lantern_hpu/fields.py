@@ -1,0 +1,305 @@
+"""What may be asked of an image, each argument declared once: its type, default, range, help and names.
+
+`ImageParams` is the table. From a line of it come a keyword argument of `LanternPipeline`'s call, an option of
+`lantern-hpu generate`, a field of a request over HTTP, and a row of docs/reference/requests.md. Needs no torch.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields, replace
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict, TypeVar, get_type_hints
+
+from lantern_hpu.errors import PYTHON_NAMES, require
+
+if TYPE_CHECKING:
+    from lantern_hpu.methods.relaxation import Relaxation
+    from lantern_hpu.tree import Tree
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+UNSAID = (None, dataclasses.MISSING, (), "", False)  # defaults that a help does not name
+MAX_SEED = 2**63 - 1
+MAX_IMAGES = 100_000  # of one run, each with a request of its own
+MOST = 10**9  # of what has no largest meaningful value: int32 and products in float32 hold it
+
+
+@dataclass(frozen=True)
+class Param:
+    """An argument.
+
+    Attributes:
+        kind: of its value as text or JSON.
+        default: None leaves it to the model or the method.
+        low, high: the least and the largest value. marks: what a value at an end of the range means.
+        metavar: of its value in the help of a command.
+        group: of the options that it is listed with.
+        name: with underscores; of `ImageParams`, filled in by `IMAGE_PARAMS`.
+        http: its name over HTTP; "" if it has none there.
+        positional: it is given by its place on a command line, without a name.
+    """
+
+    kind: Any
+    help: str
+    default: Any = None
+    low: float | None = None
+    high: float | None = None
+    marks: Mapping[float, str] = field(default_factory=dict)
+    metavar: str | None = None
+    group: str = "what to draw"
+    name: str = ""
+    http: str | None = None
+    positional: bool = False
+
+    @property
+    def field(self) -> str:
+        """Its name over HTTP; empty if it has none."""
+        return self.name if self.http is None else self.http
+
+    @property
+    def python(self) -> str:
+        """Its name in Python."""
+        return PYTHON_NAMES.get(self.name, self.name)
+
+    @property
+    def option(self) -> str:
+        """Its name on a command line: `--cfg-scale`."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def range(self) -> str:
+        """In words: `1 (off) to 100`, `0 (exact) or more`; empty if it has none."""
+        if self.low is None:
+            return "" if self.high is None else f"at most {self.high:g}"
+        words = [self.marked(self.low), self.marked(self.high or 0)]
+        return f"{words[0]} or more" if self.high is None else f"{words[0]} to {words[1]}"
+
+    def marked(self, end: float) -> str:
+        return f"{end:g} ({self.marks[end]})" if end in self.marks else f"{end:g}"
+
+    @property
+    def about(self) -> str:
+        """Its help, with its range and its default where it has them."""
+        details = [self.range] if self.low is not None else []
+        details += [] if self.default in UNSAID else [str(self.default)]
+        return f"{self.help} ({'; '.join(details)})" if details else self.help
+
+    def check(self, value: object) -> None:
+        """Raise an OptionError for what is no number where one is needed, or out of range."""
+        fits = is_number(value, self.kind)
+        fits = fits and (self.low is None or value >= self.low)  # type: ignore[operator]
+        fits = fits and (self.high is None or value <= self.high)  # type: ignore[operator]
+        require(fits, self.name, value, self.range or "a number")
+
+
+def is_number(value: object, kind: object) -> bool:
+    """Whether a value is a number where `kind` is one, and a whole one where that is whole; else anything is."""
+    number = {int: Integral, float: Real}.get(kind)  # type: ignore[call-overload]
+    return number is None or (isinstance(value, number) and not isinstance(value, bool))
+
+
+# ----------------------------------------------------------------------------------- fields of dataclasses
+
+
+def option(default: Any, help: str, *, name: str = "", **more: Any) -> Any:
+    """A dataclass field that is a command's option as well, so that default, range and help stand once.
+
+    `commands.options.add_fields` declares it; `check_ranges` holds it to its range.
+
+    Args:
+        default: `dataclasses.MISSING` where it must be given.
+        name: with underscores, if it is not the field's. more: further attributes of its `Param`.
+    """
+    param = Param(Any, help, default, name=name, **more)
+    return dataclasses.field(default=default, metadata={"param": param})
+
+
+def params_of(kind: type[Any], *names: str) -> list[Param]:
+    """The arguments that a dataclass declares by `option`; those of some names, if any are given."""
+    types = get_type_hints(kind)
+    return [
+        replace(part.metadata["param"], name=argument_name(part), kind=types[part.name])
+        for part in fields(kind)
+        if "param" in part.metadata and (not names or part.name in names)
+    ]
+
+
+def argument_name(part: Field[Any]) -> str:
+    """What the argument of a field is called."""
+    param = part.metadata.get("param")
+    return param.name if param is not None and param.name else part.name
+
+
+def check_ranges(values: Any) -> None:
+    """Raise an OptionError for a field of a dataclass that is no number where its default is one, or out of the range
+    which `option` gave it; None is in where it is the default."""
+    for part in fields(values):
+        value = getattr(values, part.name)
+        param = part.metadata.get("param")
+        if param is not None and (value is not None or type(part.default) in (int, float)):
+            replace(param, name=argument_name(part), kind=type(part.default)).check(value)
+
+
+# ------------------------------------------------------------------------------------------ of an image
+
+SAMPLING = "sampling (default: the model's own)"
+METHOD = "method"
+
+
+class ImageParams(TypedDict, total=False):
+    """What a call, a command and a request may say of the images to generate, beside their prompts."""
+
+    negative_prompt: Annotated[
+        "str | Sequence[str] | None",
+        Param(str, "negative prompt, for models that support one (Emu3)", metavar="TEXT"),
+    ]
+    num_images_per_prompt: Annotated[
+        int, Param(int, "images per prompt", 1, low=1, high=MAX_IMAGES, http="n")
+    ]
+    height: Annotated[
+        "int | None",
+        Param(
+            int,
+            "height in pixels, for models with variable sizes; without a width a square (model default)",
+            low=1,
+            metavar="PIXELS",
+            http="",
+        ),
+    ]
+    width: Annotated[
+        "int | None",
+        Param(int, "width in pixels; without a height a square", low=1, metavar="PIXELS", http=""),
+    ]
+    seed: Annotated[
+        "int | Sequence[int] | None",
+        Param(int, "seed of the first image; image i uses seed + i", low=0, high=MAX_SEED),
+    ]
+    method: Annotated[
+        str,
+        Param(
+            str, "decoding method, or a setting METHOD[:RELAXATION][@TREE]", "auto", group=METHOD
+        ),
+    ]
+    tree: Annotated[
+        "str | Tree | None",
+        Param(str, "draft tree: a name, a .json file, or auto for the tuned one", group=METHOD),
+    ]
+    window: Annotated[
+        "str | int | None",
+        Param(
+            str | int,
+            "drafts per step of a window method: 16, 16:commit=4",
+            metavar="W",
+            group=METHOD,
+        ),
+    ]
+    relax: Annotated[
+        "str | Relaxation | None",
+        Param(
+            str,
+            "relaxation: a published one such as lambda-5, or values such as tv=0.1:budget=10",
+            metavar="TEXT",
+            group=METHOD,
+        ),
+    ]
+    guidance_scale: Annotated[
+        "float | None",
+        Param(
+            float,
+            "classifier-free guidance scale; 1 turns it off",
+            low=1,
+            high=100,
+            marks={1: "off"},
+            group=SAMPLING,
+        ),
+    ]
+    temperature: Annotated[
+        "float | None", Param(float, "sampling temperature; 0 is greedy", group=SAMPLING)
+    ]
+    top_k: Annotated[
+        "int | None",
+        Param(
+            int,
+            "sample from the K most probable tokens; 0 turns it off",
+            low=0,
+            high=MOST,
+            marks={0: "off"},
+            group=SAMPLING,
+        ),
+    ]
+    top_p: Annotated[
+        "float | None",
+        Param(
+            float,
+            "nucleus sampling: smallest set of tokens with this probability; 1 turns it off",
+            low=1e-6,  # less may be 0 in float32, which leaves no token
+            high=1,
+            marks={1: "off"},
+            group=SAMPLING,
+        ),
+    ]
+    batch_size: Annotated[
+        "int | None",
+        Param(
+            int,
+            "images per batch; it does not change the images (at most 8 if not set)",
+            low=1,
+            group="how it runs",
+            http="",
+        ),
+    ]
+
+
+def _image_params() -> dict[str, Param]:
+    names = {python: name for name, python in PYTHON_NAMES.items()}
+    params = {}
+    for python, hint in ImageParams.__annotations__.items():
+        name = names.get(python, python)
+        params[name] = replace(hint.__metadata__[0], name=name)
+    return params
+
+
+IMAGE_PARAMS = _image_params()  # by name
+
+
+def declared(name: str, default: Any) -> Any:
+    """A dataclass field that is an argument of the table, with a default of its own; `check_ranges` holds it."""
+    param = replace(IMAGE_PARAMS[name], default=default)
+    return dataclasses.field(default=default, metadata={"param": param})
+
+
+def given_params(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call that are not None, by their names in the table.
+
+    Raises:
+        OptionError: a number is out of range.
+    """
+    given = {}
+    for param in IMAGE_PARAMS.values():
+        value = params.get(param.python)
+        if value is not None:
+            given[param.name] = value
+            if not isinstance(value, list | tuple):
+                param.check(value)
+    return given
+
+
+def takes_image_params(call: F) -> F:
+    """A function whose `**params` are `ImageParams`: its signature and its docstring name each of them."""
+    own = inspect.signature(call)
+    ours = [one for one in own.parameters.values() if one.kind is not one.VAR_KEYWORD]
+    for param in IMAGE_PARAMS.values():
+        hint = ImageParams.__annotations__[param.python].__origin__
+        ours.append(
+            inspect.Parameter(
+                param.python,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=param.default,
+                annotation=getattr(hint, "__forward_arg__", hint),
+            )
+        )
+    call.__signature__ = own.replace(parameters=ours)  # type: ignore[attr-defined]
+    lines = [f"{param.python}: {param.about}." for param in IMAGE_PARAMS.values()]
+    call.__doc__ = inspect.cleandoc(call.__doc__ or "").replace("{params}", "\n    ".join(lines))
+    return call
