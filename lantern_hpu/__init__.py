@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lantern_hpu.core import Event, ImageRecord, Request, Sampling
     from lantern_hpu.errors import LanternError
     from lantern_hpu.methods.relaxation import (
         Additive,
@@ -21,12 +22,10 @@ if TYPE_CHECKING:
         Multiplicative,
         Relaxation,
     )
-    from lantern_hpu.methods.request import Request, Sampling
     from lantern_hpu.methods.setting import Setting
     from lantern_hpu.models.files.names import Given
     from lantern_hpu.pipeline import LanternPipeline
-    from lantern_hpu.results.images import GenerationResult, ImageRecord
-    from lantern_hpu.results.progress import Event
+    from lantern_hpu.results.images import GenerationResult
     from lantern_hpu.tree import load_tree
 
 __version__ = "0.4.0"
@@ -34,11 +33,11 @@ __version__ = "0.4.0"
 _DEFINED_IN = {
     "LanternPipeline": "pipeline",
     "GenerationResult": "results.images",
-    "ImageRecord": "results.images",
-    "Event": "results.progress",
+    "ImageRecord": "core",
+    "Event": "core",
     "Setting": "methods.setting",
-    "Request": "methods.request",
-    "Sampling": "methods.request",
+    "Request": "core",
+    "Sampling": "core",
     "Relaxation": "methods.relaxation",
     "Multiplicative": "methods.relaxation",
     "Additive": "methods.relaxation",

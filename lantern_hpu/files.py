@@ -241,3 +241,15 @@ def place(part: Path, path: Path, force: bool) -> None:
         except OSError:  # a file system without links
             pass
     os.replace(part, path)
+
+
+def amount(count: int | None) -> str:
+    """Bytes in words; the Hub counts a thousand to the kilo, and so does this."""
+    if count is None:
+        return "size unknown"
+    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if count >= unit:
+            number = count / unit
+            digits = 2 if number < 10 else 1 if number < 100 else 0
+            return f"{number:.{digits}f} {name}"
+    return f"{count} bytes"

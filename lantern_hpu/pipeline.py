@@ -25,6 +25,7 @@ from torch import Tensor
 import lantern_hpu
 from lantern_hpu.backends import DeviceOptions, DraftingDefaults
 from lantern_hpu.backends.base import Fit, dtype_name, own_defaults
+from lantern_hpu.core import Event, ImageRecord, Request, RunStats, size_of
 from lantern_hpu.decode.batch import Batch
 from lantern_hpu.decode.engine import Engine, EngineCache
 from lantern_hpu.decode.pixels import codes_of, decode_codes, hidden_states, preview
@@ -42,15 +43,7 @@ from lantern_hpu.errors import (
 from lantern_hpu.files import write_file
 from lantern_hpu.loading import Check, device_name, load_model, write_folder
 from lantern_hpu.methods.relaxation import Relaxation
-from lantern_hpu.methods.request import (
-    MAX_IMAGES,
-    Request,
-    per_prompt,
-    prompts_of,
-    seeds_of,
-    size_of,
-    whole_number,
-)
+from lantern_hpu.methods.request import MAX_IMAGES, per_prompt, prompts_of, seeds_of, whole_number
 from lantern_hpu.methods.setting import (
     AUTO,
     ResolveContext,
@@ -67,8 +60,8 @@ from lantern_hpu.models.text.frames import no_negative
 from lantern_hpu.models.text.prefix import Prefix
 from lantern_hpu.models.text.tokens import TokenConditioner
 from lantern_hpu.models.transformer import Drafter
-from lantern_hpu.results.images import Drawn, GenerationResult, ImageRecord, OutputType, RunStats
-from lantern_hpu.results.progress import Bar, Event
+from lantern_hpu.results.images import Drawn, GenerationResult, OutputType
+from lantern_hpu.results.progress import Bar
 from lantern_hpu.tree import Tree
 
 StepEnd = Callable[["LanternPipeline", int, int, dict[str, Any]], object]

@@ -27,17 +27,18 @@ import torch
 from torch import Tensor
 
 from lantern_hpu.bench.measure import image_seconds
+from lantern_hpu.core import Request
 from lantern_hpu.decode.accept import Acceptance, Blend, Bounds, Node
 from lantern_hpu.decode.engine import StepTrace
 from lantern_hpu.errors import OptionError
 from lantern_hpu.methods.relaxation import Relaxation
-from lantern_hpu.methods.request import Request, in_turn
+from lantern_hpu.methods.request import in_turn
 from lantern_hpu.methods.setting import METHODS, Resolved, Setting
 from lantern_hpu.ops.sampling import gather, sample
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import tokens_per_step
 from lantern_hpu.results.progress import ProgressBar
-from lantern_hpu.results.tables import usual_prompts
+from lantern_hpu.results.prompts import usual_prompts
 from lantern_hpu.tree import Tree
 from lantern_lab.evaluate.options import FidelityOptions
 

@@ -41,14 +41,13 @@ from lantern_hpu.bench.measure import (
 )
 from lantern_hpu.bench.report import KIND, VERSION, check_report, read_report, schema, schema_errors
 from lantern_hpu.commands import bench
+from lantern_hpu.core import Request, RunStats
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.errors import DeviceError, OptionError
 from lantern_hpu.methods.relaxation import EXACT, PRESETS
-from lantern_hpu.methods.request import Request
 from lantern_hpu.methods.setting import METHODS, Setting
 from lantern_hpu.models.config import ConditionConfig, DrafterConfig, ModelConfig, TransformerConfig
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.results.images import RunStats
 from lantern_hpu.results.progress import ProgressBar
 from lantern_hpu.tree import DraftTree, DynamicTree, load_static, load_tree, tuned_trees
 from scripts.measure import floors, peers

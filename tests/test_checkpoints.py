@@ -26,9 +26,9 @@ from safetensors.torch import load_file, save_file
 
 from lantern_hpu import cli
 from lantern_hpu.commands import convert, generate
+from lantern_hpu.core import Request, Sampling
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.errors import LanternError, OptionError, WeightsError
-from lantern_hpu.methods.request import Request, Sampling
 from lantern_hpu.methods.setting import Setting
 from lantern_hpu.models import model as codebook
 from lantern_hpu.models.families import family_of, llamagen

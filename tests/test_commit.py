@@ -16,10 +16,10 @@ from PIL import Image
 from tqdm import tqdm
 
 from lantern_hpu.commands import generate
+from lantern_hpu.core import Request
 from lantern_hpu.decode.batch import Batch
 from lantern_hpu.errors import OptionError
 from lantern_hpu.methods.relaxation import Multiplicative
-from lantern_hpu.methods.request import Request
 from lantern_hpu.methods.setting import Resolved, Setting
 from lantern_hpu.ops.sampling import noise_keys, uniforms
 from lantern_hpu.pipeline import LanternPipeline

@@ -17,6 +17,7 @@ import pytest
 from lantern_hpu.backends import ACCELERATOR, DraftingDefaults, get_backend
 from lantern_hpu.backends.cpu import native
 from lantern_hpu.commands.options import add_fields, from_args, given_fields
+from lantern_hpu.core import MAX_SEED, Request, Sampling
 from lantern_hpu.errors import OptionError, check_ranges, option
 from lantern_hpu.methods.relaxation import (
     EXACT,
@@ -29,7 +30,6 @@ from lantern_hpu.methods.relaxation import (
     Relaxation,
     Residual,
 )
-from lantern_hpu.methods.request import MAX_SEED, Request, Sampling
 from lantern_hpu.methods.setting import (
     AUTO,
     METHODS,

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lantern_hpu.core import Request
 from lantern_hpu.decode.accept import Acceptance, Bounds
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.methods.relaxation import (
@@ -21,7 +22,6 @@ from lantern_hpu.methods.relaxation import (
     Multiplicative,
     Relaxation,
 )
-from lantern_hpu.methods.request import Request
 from lantern_hpu.methods.setting import METHODS, Resolved, Setting
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.train.unroll import Lesson

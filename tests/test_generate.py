@@ -19,10 +19,10 @@ from safetensors.torch import load_file, save_file
 
 from lantern_hpu import __version__, cli
 from lantern_hpu.commands.generate import main
+from lantern_hpu.core import Request, Sampling
 from lantern_hpu.errors import OutputError
 from lantern_hpu.files import write_file
 from lantern_hpu.methods.relaxation import Multiplicative
-from lantern_hpu.methods.request import Request, Sampling
 from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import CAPTION, METADATA, is_cut_off, read_png

@@ -11,7 +11,7 @@ import torch
 from scipy.stats import chi2
 from torch import Tensor
 
-from lantern_hpu.methods.request import Request, Sampling
+from lantern_hpu.core import Request, Sampling
 from lantern_hpu.models.model import nearest_codes
 from tests.marks import mostly_slow
 from tests.test_glm_image import PROMPTS, drawn, inputs_of, pipeline_of, reference, their_logits

@@ -21,8 +21,8 @@ from PIL import Image
 from torch import Tensor
 
 from lantern_hpu.commands import generate, pixels
+from lantern_hpu.core import Request, Sampling
 from lantern_hpu.errors import OptionError
-from lantern_hpu.methods.request import Request, Sampling
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.diffusion import DiffusionPixels, check_diffusers, prior_token_ids
 from lantern_hpu.models.files.load import Opened, open_model

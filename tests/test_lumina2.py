@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lantern_hpu import cli
 from lantern_hpu.commands import convert, generate
-from lantern_hpu.methods.request import Request, Sampling
+from lantern_hpu.core import Request, Sampling
 from lantern_hpu.models.files.checkpoint import open_checkpoint
 from lantern_hpu.models.files.load import open_model
 from lantern_hpu.models.files.names import Given

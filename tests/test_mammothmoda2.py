@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from lantern_hpu import cli
 from lantern_hpu.commands import convert, generate, pixels, serve
 from lantern_hpu.commands.train import main as train
+from lantern_hpu.core import Request, Sampling
 from lantern_hpu.errors import OptionError
-from lantern_hpu.methods.request import Request, Sampling
 from lantern_hpu.models.families import mammothmoda2
 from lantern_hpu.models.files.checkpoint import Stored, open_checkpoint
 from lantern_hpu.models.text.tokens import TokenConditioner

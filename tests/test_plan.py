@@ -113,7 +113,7 @@ def test_files_are_counted_as_they_are_loaded(public: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ["janus-pro", "lumina-mgpt", "emu3"])
 def test_a_plan_covers_what_a_card_holds_at_its_peak(public: Path, name: str, method: str) -> None:
     """Loading, prefill, a step and a picture on the emulated card, which counts what is alive."""
-    from lantern_hpu.methods.request import Request
+    from lantern_hpu.core import Request
     from lantern_hpu.methods.setting import METHODS, shortened
     from tests.emulated import emulated
 

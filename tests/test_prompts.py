@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lantern_hpu.commands import generate
+from lantern_hpu.core import Request
 from lantern_hpu.errors import LanternError, OptionError, exit_code
-from lantern_hpu.methods.request import Request
 from lantern_hpu.results.prompts import numbered_prompts, read_prompts
 from lantern_lab.evaluate.sets import read_set
 from tests.test_properties import examples

@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 
 import lantern_hpu
 from lantern_hpu import GenerationResult, LanternPipeline, Multiplicative, Request
+from lantern_hpu.core import Event
 from lantern_hpu.errors import ELSEWHERE, DeviceError, OptionError, OutputError, python_form
 from lantern_hpu.results.images import CAPTION, grid
-from lantern_hpu.results.progress import Bar, Event, ProgressBar
+from lantern_hpu.results.progress import Bar, ProgressBar
 
 
 def seeds(result: GenerationResult) -> list[int]:

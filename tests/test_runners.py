@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lantern_hpu.backends import get_backend
+from lantern_hpu.core import Request
 from lantern_hpu.errors import CaptureError, DeviceError
 from lantern_hpu.graphs import RUNNERS, make_runner
 from lantern_hpu.graphs.strict import StrictRunner
@@ -22,7 +23,6 @@ from lantern_hpu.methods.relaxation import (
     Clustered,
     Multiplicative,
 )
-from lantern_hpu.methods.request import Request
 from lantern_hpu.tree import DraftTree, DynamicTree, Tree, load_static, load_tree
 from tests.marks import mostly_slow
 from tests.tiny import (

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lantern_hpu.methods.request import Sampling
+from lantern_hpu.core import Sampling
 from lantern_hpu.ops import sampling as draws
 from lantern_hpu.ops.sampling import (
     SamplingParams,

@@ -40,11 +40,11 @@ from lantern_hpu.backends import host
 from lantern_hpu.backends.cpu.backend import CPUBackend, threads_set
 from lantern_hpu.commands.serve import main
 from lantern_hpu.console import KEPT, NonBlockingStream
+from lantern_hpu.core import Request
 from lantern_hpu.decode.batch import Batch
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.errors import CaptureError, DeviceError, OptionError
 from lantern_hpu.methods.relaxation import EXACT, Blended
-from lantern_hpu.methods.request import Request
 from lantern_hpu.models.text.prefix import WordConditioner
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import read_png

@@ -15,8 +15,8 @@ from torch import nn
 
 from lantern_hpu import cli
 from lantern_hpu.commands import convert, generate
+from lantern_hpu.core import Request, Sampling
 from lantern_hpu.errors import WeightsError
-from lantern_hpu.methods.request import Request, Sampling
 from lantern_hpu.methods.setting import Setting
 from lantern_hpu.models.cosmos_vq import fsq_table
 from lantern_hpu.models.files.checkpoint import open_checkpoint

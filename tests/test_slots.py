@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from lantern_hpu.commands.generate import main
+from lantern_hpu.core import ImageRecord, Request
 from lantern_hpu.decode.batch import Batch
 from lantern_hpu.methods.relaxation import Multiplicative
-from lantern_hpu.methods.request import Request
 from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.results.images import ImageRecord, read_png
+from lantern_hpu.results.images import read_png
 from lantern_hpu.tree import DraftTree, DynamicTree, Tree, load_static, load_tree
 from tests.emulated import emulated, rules
 from tests.marks import mostly_slow

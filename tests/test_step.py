@@ -13,10 +13,10 @@ from torch import Tensor
 
 from lantern_hpu.backends.base import Queue
 from lantern_hpu.backends.cpu.backend import CPUBackend
+from lantern_hpu.core import Request
 from lantern_hpu.decode.batch import Batch
 from lantern_hpu.decode.state import DecodeState
 from lantern_hpu.methods.relaxation import Additive, Annealed, Clustered, Multiplicative, Relaxation
-from lantern_hpu.methods.request import Request
 from lantern_hpu.models.transformer import Drafter, Target, rope_table
 from lantern_hpu.ops.buffers import additive_mask
 from lantern_hpu.ops.kv_cache import KVCache

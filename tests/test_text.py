@@ -26,8 +26,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, T5Config, T5EncoderModel, T5ForConditionalGeneration
 
 from lantern_hpu.backends import DeviceOptions, host
+from lantern_hpu.core import Request
 from lantern_hpu.errors import OptionError, WeightsError, needing, torchvision_misfit
-from lantern_hpu.methods.request import Request
 from lantern_hpu.models.text import t5
 from lantern_hpu.models.text.prefix import TextConditioner, TextFeatures, class_index, class_name
 from lantern_hpu.models.text.t5 import T5Conditioner, clean, clean_caption

@@ -23,9 +23,9 @@ from torch import Tensor
 from lantern_hpu import LanternError, LanternPipeline
 from lantern_hpu.commands.generate import main as generate
 from lantern_hpu.commands.train import main
+from lantern_hpu.core import Request, Sampling
 from lantern_hpu.decode.acceptance_counts import profile
 from lantern_hpu.errors import OptionError, WeightsError
-from lantern_hpu.methods.request import Request, Sampling
 from lantern_hpu.methods.setting import Resolved
 from lantern_hpu.models.transformer import Drafter
 from lantern_hpu.train import wiring

@@ -20,12 +20,13 @@ import pytest
 from lantern_hpu import cli
 from lantern_hpu.commands import generate
 from lantern_hpu.commands import tune as command
+from lantern_hpu.core import RunStats
 from lantern_hpu.decode.acceptance_counts import KINDS, ChildCounts
 from lantern_hpu.errors import LanternError, OptionError, TreeError
 from lantern_hpu.methods.relaxation import EXACT, Multiplicative
 from lantern_hpu.methods.setting import METHODS, Resolved
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.results.images import RunStats, read_png
+from lantern_hpu.results.images import read_png
 from lantern_hpu.results.progress import ProgressBar
 from lantern_hpu.tree import DraftTree, load_static, tuned_trees
 from lantern_hpu.tune import result, tuner

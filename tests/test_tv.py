@@ -11,11 +11,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from lantern_hpu.core import Request
 from lantern_hpu.decode.accept import Acceptance, Bounds
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.errors import OptionError
 from lantern_hpu.methods.relaxation import EXACT, PRESETS, Blended, read_relaxation
-from lantern_hpu.methods.request import Request
 from lantern_hpu.methods.setting import Setting
 from lantern_hpu.tree import DraftTree, Tree, Window, load_tree
 from lantern_lab.fidelity import expectation, root

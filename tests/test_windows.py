@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 
 from lantern_hpu.commands import generate, tune
+from lantern_hpu.core import Request
 from lantern_hpu.decode import spec
 from lantern_hpu.decode.accept import Acceptance, Bounds
 from lantern_hpu.decode.spec import Spec
@@ -28,7 +29,6 @@ from lantern_hpu.methods.relaxation import (
     Multiplicative,
     Relaxation,
 )
-from lantern_hpu.methods.request import Request
 from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.ops.sampling import FACTORS, noise_keys, race_noise, sample_distinct
 from lantern_hpu.pipeline import LanternPipeline

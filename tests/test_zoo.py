@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from lantern_hpu.commands import generate, models
+from lantern_hpu.core import Sampling
 from lantern_hpu.errors import OptionError, WeightsError
-from lantern_hpu.methods.request import Sampling
 from lantern_hpu.models.diffusion import PARTS
 from lantern_hpu.models.families import FAMILIES
 from lantern_hpu.models.text.prefix import class_index

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from lantern_hpu.backends import get_backend
 from lantern_hpu.backends.base import Fit
+from lantern_hpu.core import Request, Sampling
 from lantern_hpu.decode.batch import Batch
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.methods.relaxation import EXACT, Relaxation
-from lantern_hpu.methods.request import Request, Sampling
 from lantern_hpu.models.config import DrafterConfig, TransformerConfig
 from lantern_hpu.models.text.prefix import Prefix, wordless
 from lantern_hpu.models.transformer import Drafter, Target

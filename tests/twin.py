@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lantern_hpu.methods.request import Request, Sampling
+from lantern_hpu.core import Request, Sampling
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.transformer import Drafter, Target, rope_table
 from lantern_hpu.ops import sampling

@@ -13,11 +13,10 @@ import gaudi_emulator
 from gaudi_emulator.lint import Ended, TimeOver, limited
 from gaudi_emulator.patches import wrapped
 from gaudi_emulator.rehearsal import rehearse
+from lantern_hpu.core import Request, RunStats
 from lantern_hpu.graphs.hpu import HPUGraphRunner
-from lantern_hpu.methods.request import Request
 from lantern_hpu.methods.setting import METHODS, Setting
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.results.images import RunStats
 
 if TYPE_CHECKING:
     from gaudi_emulator.device import Device

@@ -15,13 +15,12 @@ from torch import Tensor
 from lantern_hpu.backends.base import Backend
 from lantern_hpu.bench.cases import Case, has_long_steps
 from lantern_hpu.bench.columns import PARTS, SpeedRow
+from lantern_hpu.core import Event, ImageRecord, Request, RunStats
 from lantern_hpu.decode.engine import Engine
-from lantern_hpu.methods.request import Request
 from lantern_hpu.models.config import ModelConfig, TransformerConfig
 from lantern_hpu.models.text.prefix import Prefix
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.results.images import ImageRecord, RunStats, mean_tv, tokens_per_step
-from lantern_hpu.results.progress import Event
+from lantern_hpu.results.images import mean_tv, tokens_per_step
 from lantern_hpu.tree import DynamicTree, Tree
 
 

@@ -24,7 +24,7 @@ from lantern_hpu.methods.request import in_turn
 from lantern_hpu.methods.setting import AUTO
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.progress import ProgressBar
-from lantern_hpu.results.tables import usual_prompts
+from lantern_hpu.results.prompts import usual_prompts
 
 
 def run_bench(

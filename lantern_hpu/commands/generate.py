@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from lantern_hpu import __version__
 from lantern_hpu.backends import HOST, DeviceOptions, prepare
 from lantern_hpu.commands import options
+from lantern_hpu.core import Request, Sampling, size_of
 from lantern_hpu.decode.spec import batch_size_for
 from lantern_hpu.errors import (
     LanternError,
@@ -33,11 +34,11 @@ from lantern_hpu.errors import (
 )
 from lantern_hpu.files import clear_temporary, some_of
 from lantern_hpu.methods.relaxation import EXACT, Relaxation
-from lantern_hpu.methods.request import MAX_IMAGES, Request, Sampling, size_of
+from lantern_hpu.methods.request import MAX_IMAGES
 from lantern_hpu.methods.setting import AUTO, WINDOWS, Resolved, Setting, lacks_drafter
 from lantern_hpu.models.files.names import Given
 from lantern_hpu.models.text.frames import no_negative, takes_negative
-from lantern_hpu.results.images import drawn_otherwise, is_cut_off, read_png, settings_of
+from lantern_hpu.results.images import drawn_otherwise, is_cut_off, read_png
 from lantern_hpu.results.prompts import numbered_prompts
 
 if TYPE_CHECKING:
@@ -397,7 +398,7 @@ def kept_images(
     whole = [index for index in here if not is_cut_off(files[index])]
     others: dict[Path, list[str]] = {}
     for index in whole:
-        mine = described | settings_of(requests[index])
+        mine = described | requests[index].settings
         if names := drawn_otherwise(read_png(files[index]), mine, requests[index]):
             others[files[index]] = names
     if others:

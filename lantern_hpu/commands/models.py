@@ -13,10 +13,10 @@ from typing import Any
 
 from lantern_hpu.commands.options import Parser
 from lantern_hpu.errors import exit_code
-from lantern_hpu.files import reading
+from lantern_hpu.files import amount, reading
 from lantern_hpu.models.config import ModelConfig
 from lantern_hpu.models.files.names import BUILTIN, CONFIG
-from lantern_hpu.results.tables import aligned, amount, paragraph
+from lantern_hpu.results.tables import aligned, paragraph
 from lantern_hpu.zoo.find import Located, draw_command, locate_model
 from lantern_hpu.zoo.registry import KnownModel, Part, entries, get
 

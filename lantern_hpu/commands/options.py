@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
 from lantern_hpu.backends import BACKENDS, DeviceOptions
+from lantern_hpu.core import Sampling
 from lantern_hpu.fields import IMAGE_PARAMS, Param, argument_name, params_of
 from lantern_hpu.graphs import RUNNERS
 from lantern_hpu.methods.relaxation import PRESETS
-from lantern_hpu.methods.request import Sampling
 from lantern_hpu.methods.setting import (
     AUTO,
     DEFAULT_TREE,

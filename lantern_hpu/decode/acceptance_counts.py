@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from lantern_hpu.core import Request
 from lantern_hpu.decode.batch import Encode
 from lantern_hpu.decode.engine import Engine
-from lantern_hpu.methods.request import Request
 from lantern_hpu.tree import DraftTree, Path
 
 KINDS = ("first", "later")  # of parents: the root and first children; all others

@@ -14,11 +14,9 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from lantern_hpu.backends.base import own_defaults
+from lantern_hpu.core import Event, ImageRecord, Request, RunStats
 from lantern_hpu.decode.engine import Engine
-from lantern_hpu.methods.request import Request
 from lantern_hpu.models.text.prefix import Prefix
-from lantern_hpu.results.images import ImageRecord, RunStats
-from lantern_hpu.results.progress import Event
 
 Encode = Callable[[Sequence[Request]], Prefix]
 Preview = Callable[[NDArray[np.int64], Sequence[int]], list[Image.Image]]

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lantern_hpu.backends.base import Fit, dtype_name, own_defaults
+from lantern_hpu.core import ImageRecord, Request
 from lantern_hpu.decode.accept import Bounds
 from lantern_hpu.decode.drafting.base import Drafting
 from lantern_hpu.decode.drafting.eagle import DynamicDrafting, StaticDrafting
@@ -34,12 +35,10 @@ from lantern_hpu.decode.step import Accepted, Admit, Step
 from lantern_hpu.decode.tree_tables import Drafts
 from lantern_hpu.errors import CaptureError, OptionError
 from lantern_hpu.graphs import make_runner
-from lantern_hpu.methods.request import Request
 from lantern_hpu.models.model import ImageModel
 from lantern_hpu.models.text.prefix import Prefix
 from lantern_hpu.models.transformer import Drafter, Target
 from lantern_hpu.ops.sampling import noise_keys, uniform_block, uniforms
-from lantern_hpu.results.images import ImageRecord
 from lantern_hpu.tree import DynamicTree, Window
 
 UNRECORDED = ("eager", "strict")  # graph modes that keep no memory of their own

@@ -24,8 +24,8 @@ from lantern_hpu.backends import (
 )
 from lantern_hpu.decode.spec import Spec, capacity, keeps_noise
 from lantern_hpu.errors import DeviceError, OptionError, require
+from lantern_hpu.files import amount
 from lantern_hpu.models.config import ModelConfig, TransformerConfig
-from lantern_hpu.results.tables import amount
 from lantern_hpu.tree import DraftTree, Tree, Window
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from lantern_hpu.core import Sampling
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.decode.state import DecodeState, Entry
-from lantern_hpu.methods.request import Sampling
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.transformer import Target
 from lantern_hpu.ops.grammar import RowEnds

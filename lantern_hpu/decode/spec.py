@@ -10,9 +10,9 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from lantern_hpu.core import Request
 from lantern_hpu.errors import Arg, OptionError, require, words
 from lantern_hpu.methods.relaxation import Residual
-from lantern_hpu.methods.request import Request
 from lantern_hpu.methods.setting import check_acceptance
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.tree import Tree, Window

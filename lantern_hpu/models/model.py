@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lantern_hpu.core import Request, Sampling
 from lantern_hpu.errors import OptionError, OutputError, WeightsError, needing
 from lantern_hpu.files import check_content, check_regular, own_cache, write_file
-from lantern_hpu.methods.request import Request, Sampling
 from lantern_hpu.models.config import ModelConfig, TransformerConfig
 from lantern_hpu.models.cosmos_vq import CosmosVQ
 from lantern_hpu.models.emu3_vq import Emu3VQ, MoVQ

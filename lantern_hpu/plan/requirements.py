@@ -22,11 +22,11 @@ from lantern_hpu.decode.memory import (
 )
 from lantern_hpu.decode.spec import capacity, rounded_up
 from lantern_hpu.errors import DeviceError, OptionError, choices, require
+from lantern_hpu.files import amount
 from lantern_hpu.methods.setting import AUTO, ResolveContext, Setting
 from lantern_hpu.methods.setting import resolve as resolve_setting
 from lantern_hpu.models.config import ModelConfig
 from lantern_hpu.models.files.names import CONFIG, Given, Parts, given_path, read_config, with_text
-from lantern_hpu.results.tables import amount
 from lantern_hpu.zoo.find import find_parts, locate_model
 from lantern_hpu.zoo.registry import get
 

@@ -7,10 +7,8 @@ import json
 import math
 import os
 import re
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal
@@ -20,6 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 from PIL.PngImagePlugin import PngInfo
 
+from lantern_hpu.core import ImageRecord, Request, RunStats, check_text
 from lantern_hpu.errors import OptionError, OutputError
 from lantern_hpu.files import (
     check_content,
@@ -29,7 +28,6 @@ from lantern_hpu.files import (
     some_of,
     write_file,
 )
-from lantern_hpu.methods.request import Request, check_text
 
 CAPTION = 14  # pixels of a line under a picture of a sheet
 REPLAYED = ("model", "weights", "method", "tree", "tree_paths", "sampling", "relaxation", "dtype")
@@ -44,114 +42,10 @@ CONFIG_KINDS: dict[str, type | UnionType] = {
 }
 # Of the environment: what another run measures otherwise
 MEASURED = ("decided", "peak_memory_bytes")
-REPORTED = (
-    *"file prompt seed tokens steps tokens_per_step accepted_by_depth relaxed_accepts".split(),
-    *"tv_sum tv_mean tv_max".split(),
-)
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".avif", ".gif", ".bmp", ".tif", ".tiff")
 NUMBERED = re.compile(r"\d{3,}-[a-z0-9-]+\.png")  # pictures of a folder: see `image_files`
 SIGNATURE, END = b"\x89PNG\r\n\x1a\n", b"IEND\xaeB`\x82"  # of a PNG
 METADATA = "lantern_hpu"  # key of the PNG text chunk with everything needed to draw the image again
-
-
-@dataclass
-class ImageRecord:
-    """How one image was drawn.
-
-    Attributes:
-        token_ids: [N].
-        tokens, tokens_per_step: bonus token included; prefill and what is past the image excluded.
-        accepted_by_depth: entry d counts steps that accepted a draft at depth d + 1.
-        relaxed_accepts: drafts accepted only thanks to relaxation.
-        tv_sum: total variation between the tokens' distributions and the target's, summed over the tokens; 0 where
-            nothing was relaxed, None where it was and what that cost is not metered.
-        tv_max: the same of the token where it was largest. tv_mean: of a token after the first.
-        file: where it was written.
-    """
-
-    request: Request
-    token_ids: NDArray[np.int64]
-    steps: int
-    accepted_by_depth: list[int]
-    relaxed_accepts: int
-    tv_sum: float | None = 0.0
-    tv_max: float | None = 0.0
-    file: str | None = None
-
-    @property
-    def prompt(self) -> str:
-        return self.request.prompt
-
-    @property
-    def seed(self) -> int:
-        return self.request.seed
-
-    @property
-    def tokens(self) -> int:
-        return len(self.token_ids)
-
-    @property
-    def tokens_per_step(self) -> float:
-        return round((self.tokens - 1) / max(self.steps, 1), 4)
-
-    @property
-    def tv_mean(self) -> float | None:
-        return None if self.tv_sum is None else self.tv_sum / max(self.tokens - 1, 1)
-
-    @property
-    def tv(self) -> dict[str, float | None]:
-        """By name, for what does not hold the rest."""
-        return {"mean": self.tv_mean, "max": self.tv_max, "sum": self.tv_sum}
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        return settings_of(self.request)
-
-    def as_json(self) -> dict[str, Any]:
-        """The image's line in the report."""
-        return {name: getattr(self, name) for name in REPORTED}
-
-
-def settings_of(request: Request) -> dict[str, Any]:
-    """What an image's metadata say of its own settings."""
-    result: dict[str, Any] = {
-        "sampling": asdict(request.sampling),
-        "relaxation": request.relaxation.as_json(),
-    }
-    result |= {} if request.negative is None else {"negative": request.negative}
-    return result | ({} if request.size is None else {"size": list(request.size)})
-
-
-@dataclass
-class RunStats:
-    """What a run took: seconds of its phases, and how many steps `steps_s` are the seconds of."""
-
-    import_s: float = 0.0
-    load_s: float = 0.0
-    warmup_s: float = 0.0
-    text_s: float = 0.0
-    generate_s: float = 0.0
-    decode_s: float = 0.0
-    prefill_s: float = 0.0
-    steps_s: float = 0.0
-    steps: int = 0
-
-    @contextmanager
-    def adding(self, name: str) -> Iterator[None]:
-        """What is done inside is added to the seconds of this name."""
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            setattr(self, name, getattr(self, name) + time.perf_counter() - began)
-
-    @property
-    def ms_per_step(self) -> float:
-        return 1000 * self.steps_s / max(self.steps, 1)
-
-    def as_json(self) -> dict[str, float]:
-        result = asdict(self) | {"ms_per_step": self.ms_per_step}
-        return {name: round(value, 4) for name, value in result.items()}
 
 
 @dataclass

@@ -1,43 +1,20 @@
-"""How far a run is: what a callback gets, and a bar with previews that shows it."""
+"""How far a run is: a bar, and previews on the way."""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
 from tqdm import tqdm
 
 from lantern_hpu.console import Console
+from lantern_hpu.core import Event
 from lantern_hpu.files import write_file
 from lantern_hpu.results.images import encode, grid
 
 LINES = 4  # of a log, beside the first
-
-
-@dataclass
-class Event:
-    """A progress event, for a callback.
-
-    Attributes:
-        rows, total_rows: image rows known, of all images of the run.
-        running: images that are being drawn.
-        tokens_per_step: of an image, mean so far.
-        steps: decode steps of the batch so far. tokens: known so far, of all images.
-        preview: draws what is known so far of those, grey where nothing is; a host read.
-    """
-
-    rows: int
-    total_rows: int
-    running: int
-    tokens_per_step: float
-    steps: int
-    tokens: int
-    preview: Callable[[], list[Image.Image]]
 
 
 class ProgressBar(tqdm):

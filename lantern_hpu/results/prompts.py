@@ -1,4 +1,4 @@
-"""Lists of prompts, as people and programs save them. Needs no torch."""
+"""Prompts: those of measurements, and lists as people and programs save them. Needs no torch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lantern_hpu.core import check_text
 from lantern_hpu.errors import OptionError
 from lantern_hpu.files import parse_json, read_text
-from lantern_hpu.methods.request import check_text
+
+# What measurements draw
+PROMPTS = (
+    "a red apple, snowy mountains at sunrise, a lighthouse in a storm, a sailboat on the sea at sunset, "
+    "a red balloon over green hills, a cactus in the desert, a house by a lake at night, pine trees on a foggy morning"
+).split(", ")
+# For models that draw by class
+CLASSES = (
+    "golden retriever, volcano, balloon, macaw, lakeside, cheeseburger, steam locomotive, daisy"
+).split(", ")
 
 NAMES = ("prompt", "prompts", "text", "texts", "caption", "captions")  # of a column or field
 HOLDERS = ("annotations", "data")  # of a list of objects; the first is COCO's
@@ -20,6 +30,11 @@ OR = "prompt, text or caption"
 MARKS = {".csv": ",;\t", ".tsv": "\t,;"}  # between cells, the usual one first
 # A cell in a balanced pair of quotes, which may hold line breaks and doubled quotes; else all up to the next mark
 CELL = r' *"([^"]*(?:""[^"]*)*)" *(?={mark}|\n|\Z)|([^{mark}\n]*)'
+
+
+def usual_prompts(takes_classes: bool) -> list[str]:
+    """What a measurement draws with a model where nothing else is asked for."""
+    return CLASSES if takes_classes else PROMPTS
 
 
 def read_prompts(file: Path) -> list[str]:

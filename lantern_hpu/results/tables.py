@@ -1,28 +1,10 @@
-"""What commands print: usual prompts, columns, Markdown tables, figures, amounts. Needs no torch."""
+"""What commands print: columns, Markdown tables, figures. Needs no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from textwrap import TextWrapper
 from typing import Any, NamedTuple
-
-# What measurements draw
-PROMPTS = (
-    "a red apple, snowy mountains at sunrise, a lighthouse in a storm, a sailboat on the sea at sunset, "
-    "a red balloon over green hills, a cactus in the desert, a house by a lake at night, pine trees on a foggy morning"
-).split(", ")
-# For models that draw by class
-CLASSES = (
-    "golden retriever, volcano, balloon, macaw, lakeside, cheeseburger, steam locomotive, daisy"
-).split(", ")
-
-
-def usual_prompts(takes_classes: bool) -> list[str]:
-    """What a measurement draws with a model where nothing else is asked for."""
-    return CLASSES if takes_classes else PROMPTS
-
-
-# ------------------------------------------------------------------------------------------ tables
 
 WIDTH = 100
 Columns = Mapping[str, Callable[[Any], str]]  # by their heads, what each shows of a row
@@ -84,15 +66,3 @@ def plus_minus(value: float, around: float | None, digits: int = 3) -> str:
 
 def percent(share: float | None) -> str:
     return "" if share is None else f"{100 * share:.0f} %"
-
-
-def amount(count: int | None) -> str:
-    """Bytes in words; the Hub counts a thousand to the kilo, and so does this."""
-    if count is None:
-        return "size unknown"
-    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
-        if count >= unit:
-            number = count / unit
-            digits = 2 if number < 10 else 1 if number < 100 else 0
-            return f"{number:.{digits}f} {name}"
-    return f"{count} bytes"

@@ -9,10 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lantern_hpu.core import MAX_SEED, Request
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.errors import Arg, LanternError
 from lantern_hpu.methods import relaxation as relaxations
-from lantern_hpu.methods.request import MAX_SEED, Request, in_turn
+from lantern_hpu.methods.request import in_turn
 from lantern_hpu.methods.setting import Resolved
 from lantern_hpu.models.text.frames import no_negative
 from lantern_hpu.serve.menu import Menu, Served

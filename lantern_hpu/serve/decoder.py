@@ -29,17 +29,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from lantern_hpu.core import ImageRecord, Request
 from lantern_hpu.decode.batch import Batch
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.decode.pixels import preview
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.errors import CaptureError, DeviceError, LanternError, OptionError
-from lantern_hpu.methods.request import Request
+from lantern_hpu.files import amount
 from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.models.text.t5 import T5Conditioner
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.results.images import Drawn, ImageRecord
-from lantern_hpu.results.tables import amount, usual_prompts
+from lantern_hpu.results.images import Drawn
+from lantern_hpu.results.prompts import usual_prompts
 from lantern_hpu.serve.calls import translated
 from lantern_hpu.serve.menu import ONE_SHAPE, Menu, Served, Shape, make_menu
 from lantern_hpu.serve.metrics import Metrics

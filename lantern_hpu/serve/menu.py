@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from lantern_hpu.core import Request, Sampling
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.errors import OptionError
 from lantern_hpu.methods.relaxation import PRESETS
-from lantern_hpu.methods.request import Request, Sampling
 from lantern_hpu.methods.setting import AUTO, METHODS, Resolved, Setting
 from lantern_hpu.models.text.frames import takes_negative
 from lantern_hpu.pipeline import LanternPipeline

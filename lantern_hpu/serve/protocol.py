@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
+from lantern_hpu.core import MAX_SEED, check_text
 from lantern_hpu.errors import OptionError, needing
-from lantern_hpu.methods.request import MAX_SEED, check_text
 from lantern_hpu.serve.options import MAX_N, MAX_PROMPT
 
 with needing("fastapi", "the server is built on it", "serve"):

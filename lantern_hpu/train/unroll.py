@@ -26,10 +26,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from lantern_hpu.core import Request, Sampling
 from lantern_hpu.decode.sampler import make_grammar, sampling_params
 from lantern_hpu.errors import OptionError, WeightsError
 from lantern_hpu.files import sha256, write_file
-from lantern_hpu.methods.request import Request, Sampling, in_turn
+from lantern_hpu.methods.request import in_turn
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.model import ImageModel
 from lantern_hpu.models.transformer import Drafter, Rotary, Target

@@ -12,9 +12,9 @@ import math
 import torch
 from torch import Tensor
 
+from lantern_hpu.core import Request
 from lantern_hpu.decode.state import DecodeState
 from lantern_hpu.errors import WeightsError
-from lantern_hpu.methods.request import Request
 from lantern_hpu.models.transformer import Drafter, Target
 from lantern_hpu.ops.buffers import additive_mask
 from lantern_hpu.ops.kv_cache import GrowingCache, LayerCache

@@ -17,18 +17,17 @@ from lantern_hpu.backends.candidates import LACKING, candidates_of, difference
 from lantern_hpu.backends.hpu import errors as hpu_errors
 from lantern_hpu.bench.cases import BenchRequest
 from lantern_hpu.bench.run_bench import open_pipeline, run_bench
+from lantern_hpu.core import Request, RunStats
 from lantern_hpu.decode.engine import Engine, GraphReport
 from lantern_hpu.decode.memory import DeviceMemory, Setup, largest_phase, summed
 from lantern_hpu.decode.state import DecodeState
 from lantern_hpu.errors import LanternError
-from lantern_hpu.methods.request import Request
 from lantern_hpu.methods.setting import Setting
 from lantern_hpu.models.transformer import Target
 from lantern_hpu.ops import sampling
 from lantern_hpu.ops.kv_cache import KVCache
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.plan.requirements import Counted, setup_of
-from lantern_hpu.results.images import RunStats
 from lantern_hpu.verify.distribution import LEAST_CHANCE, measure
 from lantern_hpu.verify.items import (
     ANEW,

@@ -15,11 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lantern_hpu.core import Request, RunStats
 from lantern_hpu.errors import require
-from lantern_hpu.methods.request import Request
 from lantern_hpu.methods.setting import Resolved
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.results.images import RunStats
 from lantern_hpu.train.unroll import Lesson
 
 PLACES = 3  # tokens compared of each image: the first that steps draw

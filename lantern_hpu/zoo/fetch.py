@@ -29,8 +29,8 @@ from lantern_hpu.errors import (
     choices,
     needing,
 )
-from lantern_hpu.files import clear_temporary, is_plain_path, sha256, write_file
-from lantern_hpu.results.tables import WIDTH, aligned, amount
+from lantern_hpu.files import amount, clear_temporary, is_plain_path, sha256, write_file
+from lantern_hpu.results.tables import WIDTH, aligned
 from lantern_hpu.zoo.find import LABEL, UNCHECKED, Located, briefly, cached, hub_cache, store
 from lantern_hpu.zoo.registry import FOLDER, KnownModel, Part
 

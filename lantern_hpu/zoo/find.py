@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lantern_hpu.errors import WeightsError, choices
-from lantern_hpu.files import reading
+from lantern_hpu.files import amount, reading
 from lantern_hpu.models.files.names import (
     BUILTIN,
     CONFIG,
@@ -27,7 +27,6 @@ from lantern_hpu.models.files.names import (
     series_of,
     weights_files,
 )
-from lantern_hpu.results.tables import amount
 from lantern_hpu.zoo import registry
 from lantern_hpu.zoo.registry import FOLDER, KnownModel, Part, entries
 

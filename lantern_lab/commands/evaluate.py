@@ -19,8 +19,8 @@ from dataclasses import replace
 from lantern_hpu.backends import HOST, DeviceOptions, prepare
 from lantern_hpu.commands import options
 from lantern_hpu.commands.options import Parser, add_fields, from_args, given_fields
+from lantern_hpu.core import Sampling
 from lantern_hpu.errors import OptionError, choices, exit_code, listed
-from lantern_hpu.methods.request import Sampling
 from lantern_hpu.methods.setting import FORM, Setting
 from lantern_hpu.models.files.names import Given
 from lantern_lab.evaluate.metrics import PUBLISHED

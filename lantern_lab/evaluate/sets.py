@@ -11,9 +11,9 @@ from typing import Any
 
 from PIL import Image
 
+from lantern_hpu.core import check_text
 from lantern_hpu.errors import OptionError, choices
 from lantern_hpu.files import parse_json, read_text, write_file
-from lantern_hpu.methods.request import check_text
 from lantern_hpu.results.images import encode, grid
 from lantern_hpu.results.prompts import numbered_prompts
 

@@ -18,8 +18,8 @@ from typing import NamedTuple
 from PIL import Image, ImageDraw, ImageFont
 
 from lantern_hpu import LanternPipeline
+from lantern_hpu.core import Event
 from lantern_hpu.files import write_file
-from lantern_hpu.results.progress import Event
 
 RATE = 10  # frames a second
 REST = 2.0  # seconds that the end is shown

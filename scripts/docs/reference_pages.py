@@ -235,8 +235,8 @@ def device_command(name: str, device: str) -> str:
 def memory_of(name: str, device: str, images: int) -> str:
     """Of a known model, as `plan` counts it."""
     from lantern_hpu.decode.memory import DeviceMemory, peak
+    from lantern_hpu.files import amount
     from lantern_hpu.plan.requirements import find_model, setup_of
-    from lantern_hpu.results.tables import amount
 
     model = find_model(name, Given())
     how = {"batch_size": images, "guidance": model.guided, "quantize": None, "keep_text": "host"}

@@ -34,13 +34,12 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from lantern_hpu.core import ImageRecord, Request
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.errors import OptionError, exit_code
 from lantern_hpu.files import write_file
-from lantern_hpu.methods.request import Request
 from lantern_hpu.methods.setting import Resolved, Setting
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.results.images import ImageRecord
 from lantern_hpu.results.tables import markdown
 from lantern_hpu.serve.decoder import DecodeThread, Job, Lane
 from lantern_hpu.serve.options import ServeOptions

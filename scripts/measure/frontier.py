@@ -18,12 +18,13 @@ from typing import Any
 
 from tqdm import tqdm
 
+from lantern_hpu.core import ImageRecord
 from lantern_hpu.files import write_file
 from lantern_hpu.methods.request import in_turn
 from lantern_hpu.methods.setting import Resolved
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.results.images import ImageRecord, tokens_per_step
-from lantern_hpu.results.tables import usual_prompts
+from lantern_hpu.results.images import tokens_per_step
+from lantern_hpu.results.prompts import usual_prompts
 from lantern_lab import plots
 from lantern_lab.fidelity import interval
 

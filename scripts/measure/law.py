@@ -20,7 +20,8 @@ from tqdm import tqdm
 from lantern_hpu.errors import exit_code
 from lantern_hpu.files import write_file
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.results.tables import aligned, usual_prompts
+from lantern_hpu.results.prompts import usual_prompts
+from lantern_hpu.results.tables import aligned
 from lantern_hpu.verify.distribution import LEAST_CHANCE, measure
 
 LOSSLESS = "ar,scd@4,sjd-pac@4,jacobi@4,eagle,eagle2"

@@ -49,10 +49,9 @@ from typing import Any, NamedTuple
 import httpx
 from PIL import Image
 
-from lantern_hpu.methods.request import Request
+from lantern_hpu.core import ImageRecord, Request
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.results.images import ImageRecord
-from lantern_hpu.results.tables import usual_prompts
+from lantern_hpu.results.prompts import usual_prompts
 from lantern_hpu.serve.decoder import DecodeThread, Job, Lane
 from lantern_hpu.serve.options import ServeOptions
 from scripts import ROOT

@@ -25,12 +25,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
+from lantern_hpu.core import Request, RunStats
 from lantern_hpu.decode.drafting.window import WindowDrafting
 from lantern_hpu.errors import require
-from lantern_hpu.methods.request import Request
 from lantern_hpu.ops.sampling import gather, gather_rows
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.results.images import RunStats
 from lantern_hpu.results.tables import markdown
 from lantern_hpu.train.unroll import Lesson
 from lantern_hpu.tree import DraftTree, Tree, Window

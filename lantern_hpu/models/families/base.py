@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lantern_hpu.core import Sampling
 from lantern_hpu.errors import WeightsError
-from lantern_hpu.methods.request import Sampling
 from lantern_hpu.models.config import ConditionConfig, TransformerConfig
 from lantern_hpu.models.files.checkpoint import Checkpoint, Recipe, Source, llama_block, take
 from lantern_hpu.models.files.names import CODE_PIXELS, Parts

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from lantern_hpu.core import Sampling
 from lantern_hpu.errors import WeightsError
-from lantern_hpu.methods.request import Sampling
 from lantern_hpu.models.config import ConditionConfig, TransformerConfig
 from lantern_hpu.models.families.base import (
     COMPUTED,

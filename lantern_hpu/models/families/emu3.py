@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from lantern_hpu.methods.request import Sampling
+from lantern_hpu.core import Sampling
 from lantern_hpu.models.config import ConditionConfig
 from lantern_hpu.models.families.base import (
     LLAMA,

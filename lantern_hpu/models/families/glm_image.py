@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from lantern_hpu.core import Sampling
 from lantern_hpu.errors import WeightsError
 from lantern_hpu.files import reading
-from lantern_hpu.methods.request import Sampling
 from lantern_hpu.models.config import ConditionConfig, TransformerConfig
 from lantern_hpu.models.families.base import (
     Family,

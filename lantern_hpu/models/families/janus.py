@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lantern_hpu.methods.request import Sampling
+from lantern_hpu.core import Sampling
 from lantern_hpu.models.config import ConditionConfig, TransformerConfig
 from lantern_hpu.models.families.base import LLAMA, Family, Published, llama_config, within
 from lantern_hpu.models.files.checkpoint import Checkpoint, Recipe, llama_block, take

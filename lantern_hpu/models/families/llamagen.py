@@ -10,8 +10,8 @@ import math
 import re
 from typing import Any
 
+from lantern_hpu.core import Sampling
 from lantern_hpu.errors import WeightsError
-from lantern_hpu.methods.request import Sampling
 from lantern_hpu.models.config import ConditionConfig, TransformerConfig
 from lantern_hpu.models.families.base import LLAMA, Family, Published
 from lantern_hpu.models.files.checkpoint import Checkpoint, Recipe, llama_block, some_names, take

@@ -11,8 +11,8 @@ import re
 from dataclasses import replace
 from typing import Any
 
+from lantern_hpu.core import Sampling
 from lantern_hpu.errors import WeightsError
-from lantern_hpu.methods.request import Sampling
 from lantern_hpu.models.config import ConditionConfig
 from lantern_hpu.models.families import chameleon
 from lantern_hpu.models.families.base import Family, Published, called

@@ -12,8 +12,8 @@ import re
 from dataclasses import replace
 from typing import Any
 
+from lantern_hpu.core import Sampling
 from lantern_hpu.files import reading
-from lantern_hpu.methods.request import Sampling
 from lantern_hpu.models.config import ConditionConfig, TransformerConfig
 from lantern_hpu.models.families.base import (
     COMPUTED,

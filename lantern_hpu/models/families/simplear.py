@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from lantern_hpu.core import Sampling
 from lantern_hpu.errors import OptionError
-from lantern_hpu.methods.request import Sampling
 from lantern_hpu.models.config import ConditionConfig
 from lantern_hpu.models.families.base import QWEN2, Family, Published, llama_config, llama_recipe
 from lantern_hpu.models.files.checkpoint import Checkpoint

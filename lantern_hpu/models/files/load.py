@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from lantern_hpu.core import Sampling
 from lantern_hpu.errors import OptionError, WeightsError
 from lantern_hpu.files import reported_as
-from lantern_hpu.methods.request import Sampling
 from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.models.config import ConditionConfig, ModelConfig, VQConfig, is_of
 from lantern_hpu.models.families import family_of
