@@ -9,15 +9,15 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lantern_hpu.errors import Arg, OptionError, check_ranges, option, require, words
-from lantern_hpu.methods.relaxation import EXACT, MOST, Relaxation
+from lantern_hpu.errors import Arg, OptionError, words
+from lantern_hpu.fields import IMAGE_PARAMS, check_ranges, declared
+from lantern_hpu.methods.relaxation import EXACT, Relaxation
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
     from PIL import Image
 
-MAX_SEED = 2**63 - 1
 REPORTED = (
     *"file prompt seed tokens steps tokens_per_step accepted_by_depth relaxed_accepts".split(),
     *"tv_sum tv_mean tv_max".split(),
@@ -35,30 +35,13 @@ class Sampling:
         top_p: keep the most probable tokens up to this mass; 1 keeps all.
     """
 
-    cfg_scale: float = option(
-        3.0, "classifier-free guidance scale; 1 turns it off", low=1, high=100, marks={1: "off"}
-    )
-    temperature: float = option(1.0, "sampling temperature; 0 is greedy")
-    top_k: int = option(
-        0,
-        "sample from the K most probable tokens; 0 turns it off",
-        low=0,
-        high=MOST,
-        marks={0: "off"},
-    )
-    top_p: float = option(
-        1.0,
-        "nucleus sampling: smallest set of tokens with this probability; 1 turns it off",
-        low=1e-6,  # less may be 0 in float32, which leaves no token
-        high=1,
-        marks={1: "off"},
-    )
+    cfg_scale: float = declared("cfg_scale", 3.0)
+    temperature: float = declared("temperature", 1.0)
+    top_k: int = declared("top_k", 0)
+    top_p: float = declared("top_p", 1.0)
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        # Below 0.01 float32 would overflow on the way to what greedy says exactly.
-        fits = self.temperature == 0 or 0.01 <= self.temperature <= 10
-        require(fits, "temperature", self.temperature, "0 (greedy), or 0.01 to 10")
 
     @property
     def greedy(self) -> bool:
@@ -74,6 +57,14 @@ def check_text(what: str | Arg, text: str) -> None:
         if unicodedata.category(mark) == "Cc" and not mark.isspace():
             why = f"it holds the control character {mark!r}"
             raise OptionError(words(what, "is not valid text"), why, "leave it out")
+
+
+def check_prompt(prompt: str) -> None:
+    """Raise an OptionError for a prompt that says nothing, or is not valid text."""
+    if not prompt.strip():
+        hint = Arg("prompt", "a red apple")
+        raise OptionError("the prompt is empty", "there is nothing to draw", hint, field="prompt")
+    check_text("the prompt", prompt)
 
 
 @dataclass(frozen=True)
@@ -93,13 +84,10 @@ class Request:
     size: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        if not self.prompt.strip():
-            raise OptionError(
-                "the prompt is empty", "there is nothing to draw", Arg("prompt", "a red apple")
-            )
-        check_text("the prompt", self.prompt)
-        check_text(Arg("negative_prompt"), self.negative or "")
-        require(0 <= self.seed <= MAX_SEED, "seed", self.seed, f"0 to {MAX_SEED}")
+        check_prompt(self.prompt)
+        if self.negative is not None:
+            check_text(Arg("negative_prompt"), self.negative)
+        IMAGE_PARAMS["seed"].check(self.seed)
 
     @property
     def settings(self) -> dict[str, Any]:

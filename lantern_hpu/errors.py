@@ -92,8 +92,8 @@ class Words(str):
         self.parts = parts
         return self
 
-    def __getnewargs__(self) -> tuple[str | Arg, ...]:
-        return self.parts  # a pickle of another process keeps them
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Words, self.parts  # a pickle for another process keeps them
 
     @property
     def args(self) -> list[Arg]:

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Annotated, Any, TypedDict, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, TypeVar, get_type_hints
 
 from lantern_hpu.errors import PYTHON_NAMES, require
 
@@ -33,6 +33,7 @@ class Param:
         kind: of its value as text or JSON.
         default: None leaves it to the model or the method.
         low, high: the least and the largest value. marks: what a value at an end of the range means.
+        zero: what 0 means, where it is allowed below `low`.
         metavar: of its value in the help of a command.
         group: of the options that it is listed with.
         name: with underscores; of `ImageParams`, filled in by `IMAGE_PARAMS`.
@@ -46,6 +47,7 @@ class Param:
     low: float | None = None
     high: float | None = None
     marks: Mapping[float, str] = field(default_factory=dict)
+    zero: str = ""
     metavar: str | None = None
     group: str = "what to draw"
     name: str = ""
@@ -72,11 +74,14 @@ class Param:
         """In words: `1 (off) to 100`, `0 (exact) or more`; empty if it has none."""
         if self.low is None:
             return "" if self.high is None else f"at most {self.high:g}"
+        if self.zero:
+            return f"0 ({self.zero}), or {self.low:g} to {self.high:g}"
         words = [self.marked(self.low), self.marked(self.high or 0)]
         return f"{words[0]} or more" if self.high is None else f"{words[0]} to {words[1]}"
 
     def marked(self, end: float) -> str:
-        return f"{end:g} ({self.marks[end]})" if end in self.marks else f"{end:g}"
+        number = str(end) if isinstance(end, int) else f"{end:g}"
+        return f"{number} ({self.marks[end]})" if end in self.marks else number
 
     @property
     def about(self) -> str:
@@ -87,6 +92,8 @@ class Param:
 
     def check(self, value: object) -> None:
         """Raise an OptionError for what is no number where one is needed, or out of range."""
+        if self.zero and value == 0:
+            return
         fits = is_number(value, self.kind)
         fits = fits and (self.low is None or value >= self.low)  # type: ignore[operator]
         fits = fits and (self.high is None or value <= self.high)  # type: ignore[operator]
@@ -215,7 +222,15 @@ class ImageParams(TypedDict, total=False):
         ),
     ]
     temperature: Annotated[
-        "float | None", Param(float, "sampling temperature; 0 is greedy", group=SAMPLING)
+        "float | None",
+        Param(
+            float,
+            "sampling temperature",
+            low=0.01,  # below, float32 would overflow on the way to what greedy says exactly
+            high=10,
+            zero="greedy",
+            group=SAMPLING,
+        ),
     ]
     top_k: Annotated[
         "int | None",
@@ -269,20 +284,29 @@ def declared(name: str, default: Any) -> Any:
     return dataclasses.field(default=default, metadata={"param": param})
 
 
-def given_params(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call that are not None, by their names in the table.
+Surface = Literal["name", "python", "field"]  # whose names: of options, of Python, of HTTP
+
+
+def given_params(params: Mapping[str, Any], surface: Surface) -> dict[str, Any]:
+    """The arguments that were given and are not None, by their names in the table.
 
     Raises:
         OptionError: a number is out of range.
     """
     given = {}
     for param in IMAGE_PARAMS.values():
-        value = params.get(param.python)
+        value = params.get(getattr(param, surface))
         if value is not None:
             given[param.name] = value
             if not isinstance(value, list | tuple):
                 param.check(value)
     return given
+
+
+def only(kind: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the arguments that are fields of a dataclass."""
+    names = [part.name for part in fields(kind)]
+    return {name: value for name, value in given.items() if name in names}
 
 
 def takes_image_params(call: F) -> F:

@@ -13,7 +13,7 @@ from contextlib import closing
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor
 import lantern_hpu
 from lantern_hpu.backends import DeviceOptions, DraftingDefaults
 from lantern_hpu.backends.base import Fit, dtype_name, own_defaults
-from lantern_hpu.core import Event, ImageRecord, Request, RunStats, size_of
+from lantern_hpu.core import Event, ImageRecord, Request, RunStats, Sampling, size_of
 from lantern_hpu.decode.batch import Batch
 from lantern_hpu.decode.engine import Engine, EngineCache
 from lantern_hpu.decode.pixels import codes_of, decode_codes, hidden_states, preview
@@ -40,10 +40,10 @@ from lantern_hpu.errors import (
     require,
     words,
 )
+from lantern_hpu.fields import MAX_IMAGES, ImageParams, given_params, only, takes_image_params
 from lantern_hpu.files import write_file
 from lantern_hpu.loading import Check, device_name, load_model, write_folder
-from lantern_hpu.methods.relaxation import Relaxation
-from lantern_hpu.methods.request import MAX_IMAGES, per_prompt, prompts_of, seeds_of, whole_number
+from lantern_hpu.methods.request import per_prompt, prompts_of, seeds_of
 from lantern_hpu.methods.setting import (
     AUTO,
     ResolveContext,
@@ -51,6 +51,7 @@ from lantern_hpu.methods.setting import (
     Setting,
     lacks_drafter,
     resolve,
+    setting_of,
 )
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.diffusion import DiffusionPixels
@@ -63,6 +64,9 @@ from lantern_hpu.models.transformer import Drafter
 from lantern_hpu.results.images import Drawn, GenerationResult, OutputType
 from lantern_hpu.results.progress import Bar
 from lantern_hpu.tree import Tree
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 StepEnd = Callable[["LanternPipeline", int, int, dict[str, Any]], object]
 
@@ -266,42 +270,22 @@ class LanternPipeline:
         self.bar_options = {"disable": None} | options
 
     @nearest_keyword
+    @takes_image_params
     def __call__(
         self,
         prompt: str | Sequence[str] | None = None,
         *,
-        negative_prompt: str | Sequence[str] | None = None,
-        num_images_per_prompt: int = 1,
-        guidance_scale: float | None = None,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        seed: int | Sequence[int] | None = None,
         generator: torch.Generator | Sequence[torch.Generator] | None = None,
-        method: str = AUTO,
-        relax: str | Relaxation | None = None,
-        window: int | str | None = None,
-        tree: Tree | str | None = None,
-        height: int | None = None,
-        width: int | None = None,
-        batch_size: int | None = None,
         output_type: OutputType = "pil",
         callback_on_step_end: StepEnd | None = None,
         return_dict: bool = True,
+        **params: Unpack[ImageParams],
     ) -> GenerationResult:
         """Draw `num_images_per_prompt` images of each prompt.
 
         Args:
-            negative_prompt: what guidance draws away from, for models that read one; one for all prompts, or one each.
-            guidance_scale, temperature, top_k, top_p: in place of the model's own default, each on its own.
-            seed: of the first image (0); each further image takes the next number; of a list, one for each image.
+            {params}
             generator: its initial seed in place of `seed`; of a list, one for each image.
-            method: its name, or a whole setting such as `lantern++:lambda=5@broad_7`: see `methods.setting`.
-            relax: how a relaxed method accepts: `lambda-5`, values such as `lambda=5:k=10`, or a `Relaxation`.
-            window: places of a window, for methods without a drafter; `16:commit=4` for a fixed schedule.
-            tree: name, file or `auto`, for methods that draft.
-            height, width: in pixels, for models that draw many sizes; either alone is both.
-            batch_size: images decoded together, at most 8 if not given. It does not change the images.
             output_type: of `result.images`: "pil", "np" [B, H, W, 3] and "pt" [B, 3, H, W] of float32 in 0 to 1, or
                 "tokens" [B, N], which decodes no pixels.
             callback_on_step_end: called after each host read, about once in 16 steps, with the pipeline, the decode
@@ -309,33 +293,32 @@ class LanternPipeline:
                 ends the run: the result has the images that are done.
             return_dict: of no effect: `result[0]` is `result.images`, as of diffusers' tuple.
 
+        A list of negative prompts, or of seeds, has one for each prompt, or for each image.
+
         Raises:
             LanternError: an option is out of range.
         """
-        each = whole_number("num_images_per_prompt", num_images_per_prompt)
-        require(each >= 1, "num_images_per_prompt", each, "1 or more")
+        asked = given_params(params, "python")
+        each = asked.get("num_images", 1)
         kinds = get_args(OutputType)
         require(output_type in kinds, "output_type", output_type, choices(kinds))
         prompts = prompts_of(prompt)
-        negatives = per_prompt("negative_prompt", negative_prompt, len(prompts))
-        count = len(prompts) * num_images_per_prompt
+        negatives = per_prompt("negative_prompt", asked.get("negative_prompt"), len(prompts))
+        count = len(prompts) * each
         require(
             count <= MAX_IMAGES,
             words(Arg("num_images"), "of one call"),
             count,
             f"at most {MAX_IMAGES}",
         )
-        given: dict[str, Any] = {"cfg_scale": guidance_scale, "temperature": temperature}
-        given |= {"top_k": top_k, "top_p": top_p}
-        given = {name: value for name, value in given.items() if value is not None}
-        sampling = replace(self.model.sampling, **given)
-        asked = Setting.of(method, relax, tree, window)
-        setting = self.resolve(asked, batch_size_for(count, batch_size))
-        size, seeds = size_of(height, width), iter(seeds_of(seed, generator, count))
+        sampling = replace(self.model.sampling, **only(Sampling, asked))
+        setting = self.resolve(setting_of(asked), batch_size_for(count, asked.get("batch_size")))
+        size = size_of(asked.get("height"), asked.get("width"))
+        seeds = iter(seeds_of(asked.get("seed"), generator, count))
         requests = [
             Request(text, next(seeds), sampling, setting.relaxation, negative, size)
             for text, negative in zip(prompts, negatives, strict=True)
-            for _ in range(num_images_per_prompt)
+            for _ in range(each)
         ]
         for text, note in self.notes(requests):
             warnings.warn(f"{text!r}: {note}", stacklevel=3)
@@ -349,7 +332,7 @@ class LanternPipeline:
             outer, self._interrupt = self._interrupt, False  # of a call whose callback calls
             try:
                 decode = output_type != "tokens"
-                result = self.draw(requests, setting, batch_size, show, decode=decode)
+                result = self.draw(requests, setting, asked.get("batch_size"), show, decode=decode)
             finally:
                 self._interrupt = outer
         result.output_type = output_type

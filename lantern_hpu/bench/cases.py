@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from lantern_hpu.backends import LARGE_PARAMETERS, DeviceOptions
 from lantern_hpu.core import Request
 from lantern_hpu.errors import DeviceError, OptionError, check_ranges, choices, option
+from lantern_hpu.fields import MAX_IMAGES
 from lantern_hpu.methods.relaxation import Relaxation, parse
-from lantern_hpu.methods.request import MAX_IMAGES
 from lantern_hpu.methods.setting import (
     AUTO,
     METHODS,

@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING, Any
 from lantern_hpu import __version__
 from lantern_hpu.backends import HOST, DeviceOptions, prepare
 from lantern_hpu.commands import options
-from lantern_hpu.core import Request, Sampling, size_of
+from lantern_hpu.core import Request, Sampling, check_prompt, check_text, size_of
 from lantern_hpu.decode.spec import batch_size_for
 from lantern_hpu.errors import (
+    Arg,
     LanternError,
     OptionError,
     OutputError,
@@ -32,10 +33,10 @@ from lantern_hpu.errors import (
     exit_code,
     require,
 )
+from lantern_hpu.fields import IMAGE_PARAMS, MAX_IMAGES, given_params, only
 from lantern_hpu.files import clear_temporary, some_of
 from lantern_hpu.methods.relaxation import EXACT, Relaxation
-from lantern_hpu.methods.request import MAX_IMAGES
-from lantern_hpu.methods.setting import AUTO, WINDOWS, Resolved, Setting, lacks_drafter
+from lantern_hpu.methods.setting import WINDOWS, Resolved, Setting, lacks_drafter, setting_of
 from lantern_hpu.models.files.names import Given
 from lantern_hpu.models.text.frames import no_negative, takes_negative
 from lantern_hpu.results.images import drawn_otherwise, is_cut_off, read_png
@@ -123,10 +124,6 @@ class GenerateJob:
     tokens: bool = False  # whether those are enough, of which pictures can be made later, or
     states: bool = False  # hidden states
 
-    def __post_init__(self) -> None:
-        batch_size_for(len(self.prompts), self.batch_size)
-        self.requests(Sampling(**self.sampling))
-
     @property
     def slots(self) -> int:
         """Images that are decoded together."""
@@ -173,42 +170,49 @@ def read_job(args: argparse.Namespace) -> GenerateJob:
 
 
 def new_job(args: argparse.Namespace) -> GenerateJob:
+    asked = given_params(vars(args), "name")
     prompts = dict(enumerate([*(prompt.strip() for prompt in args.prompt), *args.class_label]))
     first, listed = len(prompts), numbered_prompts(args.prompts_file) if args.prompts_file else {}
     prompts |= {first + number: prompt for number, prompt in listed.items()}
     if not prompts:
         raise OptionError("nothing to draw", "no prompt was given", '--prompt "a red apple"')
-    count = 1 if args.num_images is None else args.num_images
+    count = asked.get("num_images", 1)
     most = MAX_IMAGES // len(prompts)
-    require(1 <= count <= most, "num_images", count, f"1 to {most}")
+    require(count <= most, "num_images", count, f"1 to {most}")
+    for prompt in prompts.values():
+        check_prompt(prompt)
+    negative = asked.get("negative_prompt")
+    if negative is not None:
+        check_text(Arg("negative_prompt"), negative)
+    seed = asked.get("seed", 0)
+    IMAGE_PARAMS["seed"].check(seed + count * len(prompts) - 1)
     for label in args.class_label:
         from lantern_hpu.models.text.prefix import class_index
 
         class_index(label)
-    setting = Setting.of(args.method or AUTO, args.relax, args.tree, args.window)
+    setting = setting_of(asked)
     if args.drafter is not None and setting.method in WINDOWS:
         why = "its drafts are the last step's own draws"
         raise OptionError(f"--drafter has no use for {setting.method}", why, "leave --drafter out")
     return GenerateJob(
         prompts={n * count + i: text for n, text in prompts.items() for i in range(count)},
-        seed=args.seed or 0,
+        seed=seed,
         model=args.model or "builtin",
         given=options.from_args(Given, args),
         device=options.from_args(DeviceOptions, args),
         batch_size=args.batch_size,
         labels=bool(args.class_label),
-        negative=args.negative_prompt,
+        negative=negative,
         size=size_of(args.height, args.width),
         setting=setting,
-        sampling=options.given_fields(Sampling, args),
+        sampling=only(Sampling, asked),
     )
 
 
 # Options that say what an image to draw again says already
 SAID = (
-    *"prompt negative_prompt class_label prompts_file num_images height width seed".split(),
-    *"dtype quantize method tree window relax".split(),
-    *options.dests(Sampling).values(),
+    *"prompt class_label prompts_file dtype quantize".split(),
+    *(name for name in IMAGE_PARAMS if name != "batch_size"),
 )
 
 

@@ -21,7 +21,6 @@ from lantern_hpu.methods.setting import (
     DEFAULT_WINDOW,
     METHODS,
     SMALL_TREE,
-    Setting,
 )
 from lantern_hpu.tree import DYNAMIC
 from lantern_hpu.tree.named import NAMED
@@ -181,8 +180,3 @@ def add_method_options(group: Group) -> None:
 def add_sampling_options(group: Group) -> None:
     """Of which the model has its own defaults."""
     add_image_params(group, *(part.name for part in fields(Sampling)))
-
-
-def given_setting(args: argparse.Namespace) -> Setting:
-    """The method that the options ask for."""
-    return Setting.of(args.method or AUTO, args.relax, args.tree, args.window)

@@ -6,14 +6,13 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lantern_hpu.core import MAX_SEED, Request, Sampling
+from lantern_hpu.core import Request, Sampling
 from lantern_hpu.errors import Arg, OptionError, require, words
+from lantern_hpu.fields import MAX_SEED
 from lantern_hpu.methods.relaxation import EXACT, Relaxation
 
 if TYPE_CHECKING:
     import torch
-
-MAX_IMAGES = 100_000  # of one run, each with a request of its own
 
 
 def in_turn(

@@ -291,6 +291,12 @@ class Resolved(Setting):
         return cls(values["method"], relaxations.read_relaxation(values["relaxation"]), tree)
 
 
+def setting_of(given: Mapping[str, Any]) -> Setting:
+    """What the arguments of an image ask for, by their names in `fields.IMAGE_PARAMS`."""
+    short = (given.get(name) for name in ("relax", "tree", "window"))
+    return Setting.of(given.get("method", AUTO), *short)
+
+
 # ------------------------------------------------------------------------------------ what fits
 
 

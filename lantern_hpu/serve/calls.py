@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lantern_hpu.core import MAX_SEED, Request
+from lantern_hpu.core import Request, Sampling
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.errors import Arg, LanternError
+from lantern_hpu.fields import MAX_SEED, given_params, only
 from lantern_hpu.methods import relaxation as relaxations
 from lantern_hpu.methods.request import in_turn
 from lantern_hpu.methods.setting import Resolved
@@ -38,7 +39,6 @@ class Call:
 
 # Fields of other models that clients send, and that change nothing here
 IDLE_FIELDS = ("quality", "style", "background", "moderation", "user")
-SAMPLED = ("cfg_scale", "temperature", "top_k", "top_p")
 
 
 def read_call(asked: ImagesRequest, menu: Menu) -> Call:
@@ -59,7 +59,8 @@ def read_call(asked: ImagesRequest, menu: Menu) -> Call:
     try:
         if given.get("top_k", 0) > menu.vocabulary:
             raise refuse("top_k", given["top_k"], f"0 (off) to {menu.vocabulary}")
-        sampling = replace(menu.sampling, **{n: given[n] for n in SAMPLED if n in given})
+        image = given_params(given, "field")
+        sampling = replace(menu.sampling, **only(Sampling, image))
         with of_field("relax"):
             setting = read_setting(given, served.setting, menu)
         seed = given.get("seed", secrets.randbelow(1 << 53))

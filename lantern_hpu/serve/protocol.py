@@ -7,15 +7,24 @@ The fields are those of OpenAI's `POST /v1/images/generations`, as far as they c
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from lantern_hpu.core import MAX_SEED, check_text
+from lantern_hpu.core import check_text
 from lantern_hpu.errors import OptionError, needing
+from lantern_hpu.fields import IMAGE_PARAMS, Param
 from lantern_hpu.serve.options import MAX_N, MAX_PROMPT
 
 with needing("fastapi", "the server is built on it", "serve"):
     from fastapi.exceptions import HTTPException
-    from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+    from pydantic import (
+        AfterValidator,
+        BaseModel,
+        ConfigDict,
+        Field,
+        create_model,
+        model_validator,
+    )
     from pydantic_core import PydanticCustomError
 
 
@@ -106,23 +115,16 @@ def printable(text: str) -> str:
     return text
 
 
-Number = Annotated[float | None, Field(allow_inf_nan=False)]
-
-
-class ImagesRequest(BaseModel):
+class ImagesBody(BaseModel):
     """Null counts as not given. Ranges that depend on the model or on how it is served are checked as well."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     prompt: Annotated[str, Field(min_length=1, max_length=MAX_PROMPT), AfterValidator(printable)]
-    negative_prompt: str | None = Field(
-        None, max_length=MAX_PROMPT, description="for models that take one"
-    )
     model: str | None = Field(None, description="a name of the served model")
     n: int | None = Field(None, ge=1, le=MAX_N, description="images; image i has `seed` + i")
     size: str | None = Field(None, description='"auto", or one that `/v1/models` lists')
     user: str | None = Field(None, description="not kept")
-    seed: int | None = Field(None, ge=0, le=MAX_SEED, description="random if omitted")
     stream: bool | None = Field(None, description="answer with server-sent events; `n` is 1")
     partial_images: int | None = Field(
         None, ge=0, description="while streaming: up to one less than the image has token rows"
@@ -136,23 +138,6 @@ class ImagesRequest(BaseModel):
     style: Literal["vivid", "natural"] | None = None
     background: Literal["auto", "opaque"] | None = None
     moderation: Literal["auto", "low"] | None = None
-    method: str | None = Field(None, description='a decoding method of `/v1/models`, or "auto"')
-    tree: str | None = Field(None, description="the draft tree of the method")
-    window: int | str | None = Field(
-        None, description='the window of the method: 16, or "16:commit=4"'
-    )
-    relax: str | None = Field(
-        None, description='a relaxation: a published one or values, "tv=0.1:budget=10"'
-    )
-    cfg_scale: Number = Field(None, description="strength of guidance; 1 is off")
-    temperature: Number = Field(None, description="sampling temperature; 0 is greedy")
-    top_k: int | None = Field(
-        None, ge=0, description="sample from the K most probable tokens; 0 turns it off"
-    )
-    top_p: Number = Field(
-        None,
-        description="nucleus sampling: smallest set of tokens with this probability; 1 turns it off",
-    )
 
     @model_validator(mode="before")
     @classmethod
@@ -167,6 +152,40 @@ class ImagesRequest(BaseModel):
     def given(self) -> dict[str, Any]:
         """The fields that are not null."""
         return self.model_dump(exclude_none=True)
+
+
+# Fields that mean something else in a request than in a command
+REQUEST_HELPS = {
+    "method": 'a decoding method of `/v1/models`, or "auto"',
+    "seed": "random if not given; image i has `seed` + i",
+    "tree": "the draft tree of the method",
+    "window": 'the window of the method: 16, or "16:commit=4"',
+}
+
+
+def fields_of_image() -> dict[str, Any]:
+    """Those of `fields.IMAGE_PARAMS` that a body has no field for yet."""
+    return {
+        param.field: (param.kind | None, request_field(param))
+        for param in IMAGE_PARAMS.values()
+        if param.field and param.field not in ImagesBody.model_fields
+    }
+
+
+def request_field(param: Param) -> Any:
+    about = REQUEST_HELPS.get(param.name) or replace(param, default=None).about
+    checks: dict[str, Any] = {"max_length": MAX_PROMPT} if param.kind is str else {}
+    if param.kind is float:
+        checks = {"allow_inf_nan": False}
+    return Field(None, description=about, **checks)
+
+
+if TYPE_CHECKING:
+    ImagesRequest = ImagesBody
+else:
+    ImagesRequest = create_model(
+        "ImagesRequest", __base__=ImagesBody, __doc__=ImagesBody.__doc__, **fields_of_image()
+    )
 
 
 class SpeculativeDecoding(BaseModel):

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lantern_hpu.core import MAX_SEED
 from lantern_hpu.errors import OptionError, check_ranges, choices, option, require
+from lantern_hpu.fields import MAX_SEED
 from lantern_hpu.files import parse_json
 from lantern_hpu.methods.setting import METHODS, Setting
 from lantern_hpu.tree import tuned_trees

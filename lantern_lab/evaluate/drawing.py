@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lantern_hpu.backends import prepare
-from lantern_hpu.core import MAX_SEED, Request, Sampling
+from lantern_hpu.core import Request, Sampling
 from lantern_hpu.errors import OptionError
+from lantern_hpu.fields import MAX_SEED
 from lantern_hpu.files import parse_json, write_file
 from lantern_hpu.methods.setting import METHODS, Resolved, Setting
 from lantern_hpu.results.progress import ProgressBar

@@ -10,7 +10,7 @@ from typing import Any
 from lantern_hpu.backends import DeviceOptions
 from lantern_hpu.core import Sampling
 from lantern_hpu.errors import OptionError, check_ranges, option
-from lantern_hpu.methods.request import MAX_IMAGES
+from lantern_hpu.fields import MAX_IMAGES
 from lantern_hpu.methods.setting import AUTO, Setting
 from lantern_hpu.models.files.names import Given
 from lantern_lab.evaluate.protocols import Library
