@@ -298,7 +298,7 @@ def nearest_keyword(function: Callable[P, T]) -> Callable[P, T]:
 def require(holds: bool, name: str | Words, value: object, allowed: str) -> None:
     """Raise an OptionError that names an argument, its value and the allowed ones."""
     if not holds:
-        argument = Arg(name) if isinstance(name, str) else name
+        argument = name if isinstance(name, Words) else Arg(name)
         raise OptionError(words(argument, f"is {value}"), f"allowed: {allowed}")
 
 
@@ -320,14 +320,15 @@ def option_name(part: Any) -> str:
     return "--" + fields.argument_name(part).replace("_", "-")
 
 
-def listed(text: str, option: str, what: str = "", allowed: Collection[str] = ()) -> list[str]:
-    """The parts of a comma-separated option, each a `what`; any are allowed if none are named."""
+def listed(text: str, name: str, what: str = "", allowed: Collection[str] = ()) -> list[str]:
+    """The parts of a comma-separated argument, each a `what`; any are allowed if none are named."""
+    arg = Arg(name.lstrip("-").replace("-", "_"))
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts:
-        raise OptionError(f"{option} is empty")
+        raise OptionError(words(arg, "is empty"))
     for part in parts:
         if allowed and part not in allowed:
-            raise OptionError(f"unknown {what} {part!r}", option, choices(allowed, part))
+            raise OptionError(f"unknown {what} {part!r}", arg, choices(allowed, part), arg.name)
         if parts.count(part) > 1:
-            raise OptionError(f"{option} names {part} twice", "each row is measured once")
+            raise OptionError(words(arg, f"names {part} twice"), "each row is measured once")
     return parts

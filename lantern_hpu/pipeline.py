@@ -521,7 +521,9 @@ class LanternPipeline:
             decode: False leaves the pixels out.
         """
         if not requests:
-            raise OptionError("nothing to draw", "no prompt was given", '--prompt "a red apple"')
+            raise OptionError(
+                "nothing to draw", "no prompt was given", Arg("prompt", "a red apple")
+            )
         with self.lock:
             size = batch_size_for(len(requests), batch_size)
             spec = replace(self.spec(requests, setting.tree, size), open=len(requests) > size)

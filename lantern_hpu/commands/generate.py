@@ -151,7 +151,7 @@ class GenerateJob:
             raise no_negative(name)
         setting = self.setting if self.known is None else Setting(self.known["method"])
         if opened.config.drafter is None and setting.needs_drafter:
-            raise lacks_drafter(name, f"--method {setting.method}")
+            raise lacks_drafter(name, Arg("method", setting.method))
         if not (self.tokens or self.states):
             opened.check_pictures()
         if self.states and (condition.kind != "tokens" or condition.rows):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields, replace
+from functools import partial
 from typing import Any, ClassVar, Literal, get_args
 
 from lantern_hpu.errors import Arg, OptionError, choices, require, words
@@ -22,6 +23,9 @@ MOST_EXPONENT = 80.0  # of a weight: 1000 e^80 is a float32, and accepts any dra
 def value(default: Any, low: float, high: float, allowed: str, key: str = "") -> Any:
     """A field that is written `key=value`, or by its own name, and held to a range; None is always allowed."""
     return field(default=default, metadata={"range": (low, high, allowed), "key": key})
+
+
+refused = partial(OptionError, field="relax")
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class Relaxation:
     def __post_init__(self) -> None:
         if self.residual not in get_args(Residual):
             hint = choices(get_args(Residual))
-            raise OptionError(f"unknown residual {self.residual!r}", hint=hint)
+            raise refused(f"unknown residual {self.residual!r}", hint=hint)
         for key, part in self.by_key().items():
             number = getattr(self, part.name)
             if "range" in part.metadata and (number is not None or part.default is not None):
@@ -260,7 +264,7 @@ def parse(text: str, default: Relaxation | None = None) -> Relaxation:
     for part in text.split(":"):
         key, equals, number = part.partition("=")
         if key in given:
-            raise OptionError(f"{key} is given twice")
+            raise refused(f"{key} is given twice")
         if equals:
             given[key] = read_value(key, number)
         else:
@@ -268,16 +272,16 @@ def parse(text: str, default: Relaxation | None = None) -> Relaxation:
     rules = [*names, *(key for key in given if key in USUAL)]
     if len(rules) > 1:
         why = "each is a rule of its own"
-        raise OptionError(f"{rules[0]} and {rules[1]} exclude each other", why, "one of them")
+        raise refused(f"{rules[0]} and {rules[1]} exclude each other", why, "one of them")
     if names and names[0] not in PRESETS:
-        raise OptionError(f"unknown preset {names[0]!r}", hint=choices(PRESETS, names[0]))
+        raise refused(f"unknown relaxation {names[0]!r}", hint=choices(PRESETS, names[0]))
     named = (PRESETS if names else USUAL)[rules[0]] if rules else None
     base = named or default or PRESETS["lambda-5"]
     keys = base.by_key()
     for key in given:
         if key not in keys:
             owner = OWNERS[key].bound_key()
-            raise OptionError(f"--relax {key} belongs to {owner}", hint=f"{owner}=...:{text}")
+            raise refused(f"{key} belongs to {owner}", hint=f"{owner}=...:{text}")
     return replace(
         base, **{keys[key].name: given[key] for key in given}, published="k" not in given
     )
@@ -285,12 +289,12 @@ def parse(text: str, default: Relaxation | None = None) -> Relaxation:
 
 def read_value(key: str, text: str) -> Any:
     if key not in OWNERS:
-        raise OptionError(f"unknown value {key!r}", hint=choices(OWNERS, key))
+        raise refused(f"unknown value {key!r}", hint=choices(OWNERS, key))
     default: Any = OWNERS[key].by_key()[key].default
     try:
         return float(text) if default is None else type(default)(text)
     except ValueError as error:
-        raise OptionError(f"{key} is {text!r}", "a number was expected") from error
+        raise refused(f"{key} is {text!r}", "a number was expected") from error
 
 
 def value_text(value: float | str) -> str:
@@ -306,4 +310,4 @@ def read_relaxation(values: Mapping[str, Any]) -> Relaxation:
         stored = {key: "bound" if key == bound else key for key in kind.by_key()}
         return kind(*(values[name] for name in stored.values()))
     except (KeyError, TypeError) as error:
-        raise OptionError("unrecognised relaxation settings", str(error)) from error
+        raise refused("unrecognised relaxation settings", str(error)) from error

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
 from lantern_hpu.backends import ACCELERATOR, DraftingDefaults
-from lantern_hpu.errors import LanternError, OptionError, choices
+from lantern_hpu.errors import Arg, LanternError, OptionError, Words, choices, words
 from lantern_hpu.methods import relaxation as relaxations
-from lantern_hpu.methods.relaxation import EXACT, PRESETS, Relaxation
+from lantern_hpu.methods.relaxation import EXACT, PRESETS, Relaxation, refused
 from lantern_hpu.tree import (
     DYNAMIC,
     DraftTree,
@@ -220,15 +220,14 @@ class Setting:
         """
         setting = cls.parse(text)
         if relax is not None and setting.relaxation is not None:
-            raise OptionError(f"{text} and --relax exclude each other", "both are relaxations")
-        short = "--tree" if window is None else "--window"
+            raise excluding(text, Arg("relax"), "both are relaxations")
+        short = Arg("tree" if window is None else "window")
         if window is not None:
             if tree is not None:
-                what = "--tree and --window exclude each other"
-                raise OptionError(what, "a window is its own tree")
+                raise excluding(Arg("tree"), Arg("window"), "a window is its own tree")
             tree = f"{window_rule(setting.method)}:{window}"
         if tree is not None and setting.tree is not None:
-            raise OptionError(f"{text} and {short} exclude each other", "both are trees")
+            raise excluding(text, short, "both are trees")
         if isinstance(relax, str):
             relax = relaxations.parse(relax, METHODS[setting.drafting].relaxation)
         if isinstance(tree, str):
@@ -300,23 +299,30 @@ def setting_of(given: Mapping[str, Any]) -> Setting:
 # ------------------------------------------------------------------------------------ what fits
 
 
+def excluding(one: str | Arg, other: Arg, why: str) -> OptionError:
+    """Why two arguments cannot be given together."""
+    return OptionError(words(one, "and", other, "exclude each other"), why, field=other.name)
+
+
 def check_tree(name: str, tree: Tree | Auto | None) -> None:
     """Raise an OptionError where a method cannot draft a tree."""
-    method, hint = method_of(name), "--method eagle"
+    method, hint = method_of(name), Arg("method", "eagle")
     if tree is None or (tree == ROOT and not method.drafts):
         return
     if not method.drafts:
-        raise OptionError(f"--tree has no meaning for {name}", "it drafts nothing", hint)
+        raise OptionError(words(name, "takes no", Arg("tree")), "it drafts nothing", hint)
     if tree == AUTO:
         if not method.tunable:
-            raise OptionError(f"--tree {AUTO} does not fit {name}", "tuned trees are static", hint)
+            what = words(Arg("tree", AUTO), f"does not fit {name}")
+            raise OptionError(what, "tuned trees are static", hint)
         return
     assert not isinstance(tree, str)
     if not method.takes(tree):
         fits = next(other for other, entry in METHODS.items() if entry.takes(tree))
         kind = f"{method.tree} tree" if method.rule is None else "window of its own"
         why = f"{name} drafts a {kind}"
-        raise OptionError(f"--tree {tree.name} does not fit {name}", why, f"--method {fits}")
+        what = words(Arg("tree", tree.name), f"does not fit {name}")
+        raise OptionError(what, why, Arg("method", fits))
 
 
 def check_acceptance(tree: Tree, relaxation: Relaxation) -> None:
@@ -326,31 +332,37 @@ def check_acceptance(tree: Tree, relaxation: Relaxation) -> None:
             raise is_exact("jacobi", relaxation)
         if tree.commit:
             why = "the first places of the window are made final without verification"
-            raise OptionError("commit takes no relaxation", why, "leave one of them out")
+            raise refused("commit takes no relaxation", why, "leave one of them out")
     if isinstance(tree, DynamicTree) and relaxation.needs_draws:
         rule = "clusters" if relaxation.clusters else "tv"
         why = "it needs the distribution that drafts were drawn from, and such drafts are not drawn"
-        raise OptionError(f"no {rule} with a dynamic tree", why, takers(relaxation))
+        raise refused(f"no {rule} with a dynamic tree", why, takers(relaxation))
 
 
 def is_exact(method: str, relaxation: Relaxation) -> OptionError:
     """Why a method takes no relaxation."""
     if method != "jacobi":
-        return OptionError(f"{method} is exact", "it takes no relaxation", takers(relaxation))
+        return refused(f"{method} is exact", "it takes no relaxation", takers(relaxation))
     why = "it draws each token itself and tries none, so that there is nothing to relax"
-    return OptionError("jacobi takes no relaxation", why, takers(relaxation))
+    return refused("jacobi takes no relaxation", why, takers(relaxation))
 
 
-def takers(relaxation: Relaxation) -> str:
-    """The methods that can be relaxed in this way, as an option."""
-    result = [name for name, method in METHODS.items() if method.takes_relaxation(relaxation)]
-    return "--method " + " or ".join(result)
+def takers(relaxation: Relaxation) -> Words:
+    """The methods that can be relaxed in this way, as an argument."""
+    takes = [name for name, method in METHODS.items() if method.takes_relaxation(relaxation)]
+    return one_of("method", takes)
 
 
-def lacks_drafter(model: str, what: str) -> OptionError:
+def one_of(name: str, values: Sequence[str]) -> Words:
+    """An argument with its possible values: `--method jacobi or scd`."""
+    first, *more = values
+    return words(Arg(name, first), *(f"or {value}" for value in more))
+
+
+def lacks_drafter(model: str, what: str | Arg) -> OptionError:
     """Why a model without a drafter cannot draw with a method or a tree."""
-    hint = f"--method {', '.join(['ar', *WINDOWS])}, or --drafter FOLDER"
-    return OptionError(f"{what} cannot be used", f"{model} has no drafter", hint)
+    hint = words(one_of("method", ["ar", *WINDOWS]), ", or", Arg("drafter"))
+    return OptionError(words(what, "cannot be used"), f"{model} has no drafter", hint)
 
 
 # ------------------------------------------------------------------------------------ trees as text
@@ -369,8 +381,7 @@ def window_rule(method: str) -> Rule:
     rule = None if method == AUTO else method_of(method).rule
     if rule is None:
         why = "auto chooses the tree" if method == AUTO else f"{method} has no window"
-        hint = "--method " + " or ".join(WINDOWS)
-        raise OptionError(f"--window has no meaning for {method}", why, hint)
+        raise OptionError(words(method, "takes no", Arg("window")), why, one_of("method", WINDOWS))
     return rule
 
 
@@ -392,7 +403,8 @@ def with_tree(settings: Sequence[Setting], name: str) -> list[Setting]:
         return method.tunable if isinstance(tree, str) else method.takes(tree)
 
     if not any(takes(setting) for setting in settings):
-        raise OptionError(f"--tree {name} fits none of {', '.join(map(str, settings))}")
+        fitting = f"fits none of {', '.join(map(str, settings))}"
+        raise OptionError(words(Arg("tree", name), fitting))
     return [
         replace(setting, tree=tree) if setting.tree is None and takes(setting) else setting
         for setting in settings
@@ -459,8 +471,9 @@ def with_tuned_tree(setting: Setting, context: ResolveContext) -> Setting:
     """With the tree that was tuned for it; one for another relaxation of the method will do."""
     name, situation = setting.drafting, context.situation
     if situation is None:
-        why, hint = "that tree is known to a loaded model alone", "the file of tune --output"
-        raise OptionError(f"--tree {AUTO} has no meaning here", why, hint)
+        why = "that tree is known to a loaded model alone"
+        what = words(Arg("tree", AUTO), "has no meaning here")
+        raise OptionError(what, why, "the tree's file, which `lantern-hpu tune` writes")
     relaxed = Setting(name, setting.relaxation)
     wanted = situation | {"method": str(relaxed)}
     if not tuned_trees.file_of(wanted).is_file():

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,8 +60,7 @@ def read_call(asked: ImagesRequest, menu: Menu) -> Call:
             raise refuse("top_k", given["top_k"], f"0 (off) to {menu.vocabulary}")
         image = given_params(given, "field")
         sampling = replace(menu.sampling, **only(Sampling, image))
-        with of_field("relax"):
-            setting = read_setting(given, served.setting, menu)
+        setting = read_setting(given, served.setting, menu)
         seed = given.get("seed", secrets.randbelow(1 << 53))
         if seed > MAX_SEED - count:
             raise refuse("seed", seed, f"0 to {MAX_SEED - count}")
@@ -167,16 +165,6 @@ def check_graph(need: Spec, served: Served, given: Mapping[str, Any]) -> None:
     if lacking:
         field, values = allowed[lacking]
         raise refuse(field, given.get(field), values)
-
-
-@contextmanager
-def of_field(name: str) -> Iterator[None]:
-    """An error within is of this field of the request."""
-    try:
-        yield
-    except LanternError as error:
-        error.field = name
-        raise
 
 
 def translated(error: LanternError) -> ApiError:

@@ -121,6 +121,9 @@ class ImagesBody(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     prompt: Annotated[str, Field(min_length=1, max_length=MAX_PROMPT), AfterValidator(printable)]
+    negative_prompt: str | None = Field(
+        None, max_length=MAX_PROMPT, description="for models that take one"
+    )
     model: str | None = Field(None, description="a name of the served model")
     n: int | None = Field(None, ge=1, le=MAX_N, description="images; image i has `seed` + i")
     size: str | None = Field(None, description='"auto", or one that `/v1/models` lists')
@@ -174,10 +177,8 @@ def fields_of_image() -> dict[str, Any]:
 
 def request_field(param: Param) -> Any:
     about = REQUEST_HELPS.get(param.name) or replace(param, default=None).about
-    checks: dict[str, Any] = {"max_length": MAX_PROMPT} if param.kind is str else {}
-    if param.kind is float:
-        checks = {"allow_inf_nan": False}
-    return Field(None, description=about, **checks)
+    finite = {"allow_inf_nan": False} if param.kind is float else {}
+    return Field(None, description=about, **finite)
 
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lantern_hpu.errors import OptionError, WeightsError
+from lantern_hpu.errors import Arg, OptionError, WeightsError, words
 from lantern_hpu.files import reading
 from lantern_hpu.models.config import ConditionConfig, TransformerConfig
 
@@ -380,8 +380,7 @@ def takes_negative(condition: ConditionConfig) -> bool:
 def no_negative(model: str) -> OptionError:
     """Why a model is given no negative prompt."""
     why = f"{model} reads no negative prompt: its guidance is against an empty prompt"
-    what = "--negative-prompt cannot be used"
-    return OptionError(what, why, "leave it out", field="negative_prompt")
+    return OptionError(words(Arg("negative_prompt"), "cannot be used"), why, "leave it out")
 
 
 def code_name(code: int) -> str:
