@@ -183,6 +183,16 @@ class LanternError(Exception):
         return self.text(as_keyword)
 
 
+@contextmanager
+def naming(field: str) -> Iterator[None]:
+    """An error within is of this argument, if it names none."""
+    try:
+        yield
+    except LanternError as error:
+        error.field = error.field or field
+        raise
+
+
 class OptionError(LanternError):
     """An option, prompt or setting is out of range or contradicts another one."""
 

@@ -1,7 +1,8 @@
 """What may be asked of an image, each argument declared once: its type, default, range, help and names.
 
 `ImageParams` is the table. From a line of it come a keyword argument of `LanternPipeline`'s call, an option of
-`lantern-hpu generate`, a field of a request over HTTP, and a row of docs/reference/requests.md. Needs no torch.
+`lantern-hpu generate`, a field of a request over HTTP, and a row of docs/reference/generated/image-parameters.md.
+Needs no torch.
 """
 
 import dataclasses
@@ -311,19 +312,18 @@ def only(kind: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
 
 def takes_image_params(call: F) -> F:
     """A function whose `**params` are `ImageParams`: its signature and its docstring name each of them."""
-    own = inspect.signature(call)
-    ours = [one for one in own.parameters.values() if one.kind is not one.VAR_KEYWORD]
+    signature = inspect.signature(call)
+    own = list(signature.parameters.values())
+    places = [one for one in own if one.kind is one.POSITIONAL_OR_KEYWORD]
+    names = [one for one in own if one.kind is one.KEYWORD_ONLY]
+    table = []
     for param in IMAGE_PARAMS.values():
         hint = ImageParams.__annotations__[param.python].__origin__
-        ours.append(
-            inspect.Parameter(
-                param.python,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=param.default,
-                annotation=getattr(hint, "__forward_arg__", hint),
-            )
-        )
-    call.__signature__ = own.replace(parameters=ours)  # type: ignore[attr-defined]
+        kind = inspect.Parameter.KEYWORD_ONLY
+        listed = inspect.Parameter(param.python, kind, default=param.default)
+        table.append(listed.replace(annotation=getattr(hint, "__forward_arg__", hint)))
+    whole = signature.replace(parameters=[*places, *table, *names])
+    call.__signature__ = whole  # type: ignore[attr-defined]
     lines = [f"{param.python}: {param.about}." for param in IMAGE_PARAMS.values()]
     call.__doc__ = inspect.cleandoc(call.__doc__ or "").replace("{params}", "\n    ".join(lines))
     return call

@@ -38,16 +38,18 @@ def whole_number(name: str, value: Any) -> int:
         raise OptionError(f"{name} is {value!r}", "allowed: a whole number") from error
 
 
+def check_count(name: str, values: Sequence[Any], count: int) -> None:
+    """Raise an OptionError for a list that has not one value each."""
+    if len(values) != count:
+        what = words(Arg(name), f"has {len(values)} values")
+        raise OptionError(what, f"allowed: {count}, or a single one for all")
+
+
 def per_prompt(name: str, value: str | Sequence[str] | None, count: int) -> list[str | None]:
     """One value for each of `count` prompts."""
     if value is None or isinstance(value, str):
         return [value] * count
-    require(
-        len(value) == count,
-        words("the length of", Arg(name)),
-        len(value),
-        f"{count}, or one string",
-    )
+    check_count(name, value, count)
     return list(value)
 
 
@@ -69,15 +71,12 @@ def seeds_of(
     """A seed for each image."""
     require(seed is None or generator is None, "seed", seed, "one of seed and generator")
     if isinstance(seed, (list, tuple)):
-        each = f"{count}, one an image, or a single seed"
-        require(len(seed) == count, words("the number of", Arg("seed")), len(seed), each)
+        check_count("seed", seed, count)
         return [whole_number("seed", one) for one in seed]
     if isinstance(generator, Sequence):
-        each = f"{count}, one an image, or a single one"
-        require(
-            len(generator) == count, words("the number of", Arg("generator")), len(generator), each
-        )
+        check_count("generator", generator, count)
         return [one.initial_seed() % (MAX_SEED + 1) for one in generator]
-    first = whole_number("seed", seed or 0)
-    first = first if generator is None else generator.initial_seed() % (MAX_SEED + 1)
+    first = seed or 0
+    if generator is not None:
+        first = generator.initial_seed() % (MAX_SEED + 1)
     return [first + i for i in range(count)]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
 from lantern_hpu.backends import ACCELERATOR, DraftingDefaults
-from lantern_hpu.errors import Arg, LanternError, OptionError, Words, choices, words
+from lantern_hpu.errors import Arg, LanternError, OptionError, Words, choices, naming, words
 from lantern_hpu.methods import relaxation as relaxations
 from lantern_hpu.methods.relaxation import EXACT, PRESETS, Relaxation, refused
 from lantern_hpu.tree import (
@@ -200,7 +200,7 @@ class Setting:
             return cls(name, relaxation, read_tree(name, tree) if at else None)
         except LanternError as error:
             what = f"invalid setting {text!r}"
-            raise OptionError(what, error.reason, error.hint or FORM) from error
+            raise OptionError(what, error.reason, error.hint or FORM, field="method") from error
 
     @classmethod
     def of(
@@ -231,7 +231,8 @@ class Setting:
         if isinstance(relax, str):
             relax = relaxations.parse(relax, METHODS[setting.drafting].relaxation)
         if isinstance(tree, str):
-            tree = read_tree(setting.method, tree)
+            with naming(short.name):
+                tree = read_tree(setting.method, tree)
         return cls(setting.method, relax or setting.relaxation, tree or setting.tree)
 
     def __str__(self) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from lantern_hpu.fields import IMAGE_PARAMS
 from lantern_hpu.models.files.names import Given
 from lantern_hpu.results.tables import markdown
 
@@ -20,7 +21,16 @@ def write_all(folder: Path) -> None:
     """Write each page; one that has not changed is left alone, so that a second build is short."""
     os.environ["COLUMNS"] = "100"
     folder.mkdir(parents=True, exist_ok=True)
-    pages = (commands, http, metrics, methods, lint_rules, gaudi_contract, models_by_device)
+    pages = (
+        commands,
+        image_parameters,
+        http,
+        metrics,
+        methods,
+        lint_rules,
+        gaudi_contract,
+        models_by_device,
+    )
     for page in pages:
         name, text = page.__name__.replace("_", "-"), "\n".join(page()) + "\n"
         file = folder / f"{name}.md"
@@ -42,6 +52,17 @@ def commands() -> Iterator[str]:
         with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
             main(["--help"])
         yield f"\n## {name}\n\n{about[0].upper()}{about[1:]}.\n\n```text\n{shown.getvalue().rstrip()}\n```"
+
+
+def image_parameters() -> Iterator[str]:
+    """What may be asked of an image, and what it is called on each surface."""
+    yield "# Parameters of an image\n"
+    yield "The same on the command line, in Python and over HTTP, from one table: `lantern_hpu/fields.py`.\n"
+    rows = []
+    for param in IMAGE_PARAMS.values():
+        field = f"`{param.field}`" if param.field else ""
+        rows.append((f"`{param.option}`", f"`{param.python}`", field, param.about))
+    yield table(("`generate`", "Python", "HTTP", "meaning"), rows)
 
 
 def http() -> Iterator[str]:

@@ -1,0 +1,172 @@
+"""An argument of an image is declared once: each surface has it, and refuses it in its own words."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from lantern_hpu import LanternPipeline, Sampling
+from lantern_hpu.commands import generate
+from lantern_hpu.errors import PYTHON_NAMES, Arg, LanternError, OptionError, as_option, words
+from lantern_hpu.fields import IMAGE_PARAMS, ImageParams
+from lantern_hpu.serve.calls import read_call
+from lantern_hpu.serve.menu import Menu, make_menu
+from lantern_hpu.serve.options import ServeOptions
+from lantern_hpu.serve.protocol import ApiError, ImagesRequest, invalid
+from scripts.docs.reference_pages import image_parameters
+
+# Values that each argument refuses, with what else is given
+BAD: list[tuple[str, Any, dict[str, Any]]] = [
+    ("negative_prompt", "dog", {}),
+    ("num_images", 0, {}),
+    ("height", 0, {}),
+    ("height", 41, {}),
+    ("width", 7, {}),
+    ("seed", -1, {}),
+    ("seed", 2**63, {}),
+    ("method", "egle", {}),
+    ("method", "lantern++:lambda=0.5", {}),
+    ("tree", "oak", {"method": "lantern++"}),
+    ("tree", "chain_2", {"method": "ar"}),
+    ("tree", "dynamic", {"method": "lantern++"}),
+    ("window", "0", {"method": "scd"}),
+    ("window", "9:3x", {"method": "scd"}),
+    ("window", "9", {"method": "ar"}),
+    ("relax", "lamda-5", {"method": "lantern++"}),
+    ("relax", "tv=9", {"method": "lantern++"}),
+    ("relax", "lambda=2:delta=0.1", {"method": "lantern++"}),
+    ("relax", "gap=0.1", {"method": "lantern++"}),
+    ("relax", "k=99999", {"method": "lantern++"}),
+    ("relax", "lambda-5", {"method": "ar"}),
+    ("cfg_scale", 0.5, {}),
+    ("cfg_scale", 101.0, {}),
+    ("temperature", 0.001, {}),
+    ("temperature", 50.0, {}),
+    ("top_k", -1, {}),
+    ("top_p", 0.0, {}),
+    ("top_p", 1.5, {}),
+    ("batch_size", 0, {}),
+]
+OPTION = re.compile(r"--[a-z][a-z-]*")
+each_bad_value = pytest.mark.parametrize(("name", "value", "more"), BAD, ids=str)
+
+
+def test_every_argument_has_a_bad_value() -> None:
+    assert {name for name, _, _ in BAD} == set(IMAGE_PARAMS)
+
+
+@each_bad_value
+def test_a_command_refuses_in_its_options(
+    name: str,
+    value: Any,
+    more: dict[str, Any],
+    model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = {"model": model, "prompt": "cat", "output": tmp_path / "x.png", name: value, **more}
+    line = [text for key, one in given.items() for text in (as_option(Arg(key)), str(one))]
+    assert generate.main(line) == 2
+    shown = capsys.readouterr().err
+    known = generate.make_parser()._option_string_actions
+    assert set(OPTION.findall(shown)) <= set(known), shown
+    assert not re.search(r"\bguidance_scale|num_images_per_prompt|\b\w+=\"", shown), shown
+
+
+@each_bad_value
+def test_a_call_refuses_in_its_arguments(
+    name: str, value: Any, more: dict[str, Any], pipeline: LanternPipeline
+) -> None:
+    with pytest.raises(LanternError) as caught:
+        pipeline("cat", **{IMAGE_PARAMS[name].python: value, **more})
+    shown = str(caught.value)
+    assert caught.value.field == name or caught.value.field in more, shown
+    assert "--" not in shown and not re.search(r"\bcfg_scale|\bnum_images\b", shown), shown
+
+
+@pytest.fixture(scope="module")
+def menu(pipeline: LanternPipeline) -> Menu:
+    return make_menu(pipeline, ServeOptions("tiny", methods=("lantern++", "scd@8", "ar")))
+
+
+def refusal(body: dict[str, Any], menu: Menu) -> ApiError | None:
+    """What a server answers to a body that it refuses."""
+    try:
+        read_call(ImagesRequest.model_validate(body), menu)
+    except ValidationError as error:
+        return invalid([{**one, "loc": ("body", *one["loc"])} for one in error.errors()])
+    except ApiError as error:
+        return error
+    return None
+
+
+@each_bad_value
+def test_a_request_refuses_in_its_fields(
+    name: str, value: Any, more: dict[str, Any], menu: Menu
+) -> None:
+    field = IMAGE_PARAMS[name].field
+    if not field:
+        pytest.skip("no field of a request")
+    refused = refusal({"prompt": "cat", field: value, **more}, menu)
+    assert refused is not None and refused.param == field
+    assert not OPTION.search(refused.message.partition("where the server has")[0])
+
+
+# What Python alone can be given
+CALLS = [
+    ({"prompt": " "}, 'prompt="a red apple"'),
+    ({"prompt": None}, "prompt is None: allowed: a string, or a list of strings"),
+    ({"prompt": ["cat", 3]}, "prompt is 3"),
+    ({"prompt": []}, "prompt is an empty list"),
+    ({"seed": 1.5}, "seed is 1.5: allowed: 0 to 9223372036854775807"),
+    ({"seed": [5, 9, 1]}, "seed has 3 values: allowed: 1, or a single one for all"),
+    ({"seed": 0, "generator": torch.Generator()}, "one of seed and generator"),
+    ({"num_images_per_prompt": 1.5}, "num_images_per_prompt is 1.5"),
+    ({"negative_prompt": ["a", "b"]}, "negative_prompt has 2 values: allowed: 1"),
+    ({"output_type": "jpeg"}, "output_type is jpeg"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "said"), CALLS, ids=str)
+def test_a_call_refuses_what_python_alone_can_give(
+    pipeline: LanternPipeline, arguments: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(OptionError) as caught:
+        pipeline(**{"prompt": "cat"} | arguments)
+    assert said in str(caught.value)
+
+
+def test_every_surface_has_every_argument() -> None:
+    options = generate.make_parser()._option_string_actions
+    signature = inspect.signature(LanternPipeline.__call__).parameters
+    about = inspect.getdoc(LanternPipeline.__call__) or ""
+    page = "\n".join(image_parameters())
+    for param in IMAGE_PARAMS.values():
+        assert param.option in options
+        assert param.python in signature and f"{param.python}: " in about
+        assert not param.field or param.field in ImagesRequest.model_fields
+        assert f"`{param.option}`" in page and f"`{param.python}`" in page
+    assert [param.python for param in IMAGE_PARAMS.values()] == list(ImageParams.__annotations__)
+    assert set(PYTHON_NAMES) <= set(IMAGE_PARAMS)
+    assert {part.name for part in fields(Sampling)} <= set(IMAGE_PARAMS)
+
+
+def test_each_surface_spells_an_argument_in_its_own_way() -> None:
+    hint = words(Arg("method", "eagle"), ", or", Arg("num_images", 2))
+    error = OptionError(words(Arg("cfg_scale"), "is 0"), "it is too small", hint)
+    assert (
+        str(error)
+        == 'guidance_scale is 0: it is too small\n  try: method="eagle", or num_images_per_prompt=2'
+    )
+    assert error.text(as_option) == (
+        "--cfg-scale is 0: it is too small\n  try: --method eagle, or --num-images 2"
+    )
+    assert error.text(as_option, {"method"}.__contains__) == "--cfg-scale is 0: it is too small"
+    assert error.field == "cfg_scale"
