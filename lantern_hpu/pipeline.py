@@ -1,35 +1,27 @@
-"""Prompts in, images out."""
+"""Prompts in, images out: what a user calls."""
 
 from __future__ import annotations
 
 import json
-import platform
-import threading
 import time
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import asdict, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
 from safetensors.torch import save
 from torch import Tensor
 
-import lantern_hpu
-from lantern_hpu.backends import DeviceOptions, DraftingDefaults
+from lantern_hpu.backends import DeviceOptions
 from lantern_hpu.backends.base import Fit, dtype_name, own_defaults
-from lantern_hpu.core import Event, ImageRecord, Request, RunStats, Sampling, size_of
-from lantern_hpu.decode.batch import Batch
-from lantern_hpu.decode.engine import Engine, EngineCache
-from lantern_hpu.decode.pixels import codes_of, decode_codes, hidden_states, preview
-from lantern_hpu.decode.spec import Spec, batch_size_for
+from lantern_hpu.core import Event, Request, Sampling, size_of
+from lantern_hpu.decode.pixels import hidden_states
+from lantern_hpu.decode.spec import batch_size_for
 from lantern_hpu.errors import (
     ELSEWHERE,
     Arg,
@@ -42,28 +34,18 @@ from lantern_hpu.errors import (
 )
 from lantern_hpu.fields import MAX_IMAGES, ImageParams, given_params, only, takes_image_params
 from lantern_hpu.files import write_file
+from lantern_hpu.generator import ImageGenerator
 from lantern_hpu.loading import Check, device_name, load_model, write_folder
 from lantern_hpu.methods.request import per_prompt, prompts_of, seeds_of
 from lantern_hpu.methods.setting import (
     AUTO,
-    ResolveContext,
-    Resolved,
-    Setting,
-    lacks_drafter,
-    resolve,
     setting_of,
 )
-from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.diffusion import DiffusionPixels
 from lantern_hpu.models.files.names import Given
-from lantern_hpu.models.model import ImageModel, grid_by_size
-from lantern_hpu.models.text.frames import no_negative
-from lantern_hpu.models.text.prefix import Prefix
-from lantern_hpu.models.text.tokens import TokenConditioner
-from lantern_hpu.models.transformer import Drafter
-from lantern_hpu.results.images import Drawn, GenerationResult, OutputType
+from lantern_hpu.models.model import ImageModel
+from lantern_hpu.results.images import GenerationResult, OutputType
 from lantern_hpu.results.progress import Bar
-from lantern_hpu.tree import Tree
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -71,10 +53,9 @@ if TYPE_CHECKING:
 StepEnd = Callable[["LanternPipeline", int, int, dict[str, Any]], object]
 
 
-class LanternPipeline:
-    """A model on a device, ready to draw.
+class LanternPipeline(ImageGenerator):
+    """A model on a device, ready to generate, with the calls that users of diffusers know.
 
-    Engines are built when first needed and the last ones kept, so that only the first call of a kind warms up.
     Calls from several threads wait for each other, and one within a callback of another has an engine of its own; their
     images are those of calls made one by one.
     """
@@ -86,18 +67,8 @@ class LanternPipeline:
         options: DeviceOptions = DeviceOptions(),
         given: Given = Given(),
     ) -> None:
-        """
-        Args:
-            fit: how the model runs on its device, as `options` ask. given: parts in place of the model's own.
-        """
-        self.model, self.fit, self.backend = model, fit, fit.backend
-        self.options, self.given, self.load_seconds = options, given, 0.0
-        self.engines = EngineCache(model, fit)
+        super().__init__(model, fit, options, given)
         self.bar_options: dict[str, Any] = {"disable": None}  # None: shown on a terminal alone
-        self.lock = threading.RLock()
-        self.diffusion: DiffusionPixels | None = None  # makes pictures where no tokenizer does
-        # Set by a callback, as in diffusers: the run ends with the images that are done
-        self._interrupt = False
 
     @classmethod
     @nearest_keyword
@@ -215,10 +186,6 @@ class LanternPipeline:
             LanternError: the folder exists or cannot be written.
         """
         write_folder(self.model.source, Path(folder), dtype_name(dtype), self.given)
-
-    def close(self) -> None:
-        """Give the device's memory back."""
-        self.engines.close()
 
     @nearest_keyword
     def to(
@@ -338,116 +305,6 @@ class LanternPipeline:
         result.output_type = output_type
         return result
 
-    # -- what is needed to draw
-
-    def resolve(self, setting: Setting | str, size: int = 1) -> Resolved:
-        """What a setting draws with, for `size` images decoded together; see `methods.setting.resolve`.
-
-        Raises:
-            OptionError: it cannot be read, or no tree was tuned for `auto`.
-        """
-        asked = Setting.of(setting) if isinstance(setting, str) else setting
-        device, known = self.backend.name, self.model.fastest
-        config = self.model.target.config
-        return resolve(
-            asked,
-            ResolveContext(
-                codes=self.model.codes,
-                tokens=config.tokens,
-                has_drafter=self.model.drafter is not None,
-                fastest=known.get(f"{device}:{size}") or known.get(device),
-                situation=self.situation(asked.drafting, size),
-                defaults=self.drafting_defaults,
-                images=size,
-            ),
-        )
-
-    @property
-    def drafting_defaults(self) -> DraftingDefaults:
-        return self.backend.drafting_defaults(self.model.config.target.parameters)
-
-    def situation(self, method: str, size: int) -> dict[str, Any]:
-        """What decides which tree is best here: a tuned tree is found again by it."""
-        about, files = self.backend.describe(), self.model.files
-        drafter = [digest for name, digest in files.items() if name.startswith("drafter")]
-        return {
-            "target": self.model.fingerprint,
-            "drafter": drafter[0] if drafter else None,
-            "device": self.backend.name,
-            "hardware": about.get("card") or about.get("processor"),
-            "dtype": dtype_name(self.model.target.dtype),
-            "quantize": self.options.quantize,
-            "layout": self.fit.layout,
-            "graphs": self.fit.graphs,
-            "method": method,
-            "batch_size": size,
-        }
-
-    def spec(
-        self, requests: Sequence[Request], tree: Tree, size: int, drafter: Drafter | None = None
-    ) -> Spec:
-        """What fixes the graph for these requests; with a drafter in place of the model's, if given.
-
-        Raises:
-            OptionError: they cannot share one, or the tree needs a drafter and there is none.
-        """
-        if tree.needs_drafter and (drafter or self.model.drafter) is None:
-            raise lacks_drafter(self.model.name, f"the tree {tree.name}")
-        model = self.model
-        return Spec.of(requests, tree, size, model.sizes(requests), model.listed_neighbours)
-
-    @own_defaults()
-    def warm_up(self, engine: Engine, request: Request) -> None:
-        """What the device compiles for these shapes - text, prefill, step, pixels - is compiled here."""
-        if engine.warm:
-            return
-        config = engine.target.config
-        try:
-            with self.backend.errors(), torch.no_grad():
-                for entry in engine.entries:
-                    prefix = self.prefix(engine, [request] * len(entry.slot))
-                    engine.upload_prefix(prefix, entry)
-                engine.warm_up()
-                engine.result({})
-                self.pixels(np.zeros((1, config.tokens), np.int64), config)
-        except BaseException:  # it keeps no memory from a smaller batch that is tried next
-            self.engines.discard(engine)
-            raise
-
-    @own_defaults()
-    @torch.no_grad()
-    def prefix(self, engine: Engine, requests: Sequence[Request]) -> Prefix:
-        """The condition of a batch, as the engine takes it; a graph of its own where the device gathers operators."""
-        self.backend.queue.flush()
-        texts = [request.prompt for request in requests]
-        condition = self.model.condition.sized(engine.target.config)
-        if all(request.negative is None for request in requests):
-            return condition.rows(texts, engine.spec.guidance)
-        if not (isinstance(condition, TokenConditioner) and condition.takes_negative):
-            raise no_negative(self.model.name)
-        negatives = [request.negative for request in requests]
-        return condition.rows(texts, engine.spec.guidance, negatives)
-
-    def pixels(
-        self, tokens: NDArray[np.int64], config: TransformerConfig | None = None
-    ) -> list[Image.Image]:
-        """Images of finished tokens [b, N], of the model's own size if `config` does not say another."""
-        config = config or self.model.target.config
-        return decode_codes(self.model.vq, config, self.backend, codes_of(config, tokens))
-
-    @own_defaults()
-    def picture(self, record: ImageRecord) -> Image.Image | None:
-        """Of an image that is done; None where nothing makes it."""
-        model, request = self.model, record.request
-        grid = grid_by_size(model.target.config, request.size, model.name)
-        config, tokens = model.target.config.of_grid(grid), record.token_ids[None]
-        if self.diffusion is None:
-            pictures = self.pixels(tokens, config)
-        else:
-            with self.backend.errors():
-                pictures = self.diffusion(tokens, config, [request.prompt], [request.seed])
-        return pictures[0] if pictures else None
-
     def hidden_states(
         self,
         prompt: str,
@@ -486,181 +343,3 @@ class LanternPipeline:
         metadata = {"model": self.model.name, "fingerprint": self.model.fingerprint}
         content = save(tensors, metadata | {"images": json.dumps(images)})
         write_file(Path(file), content, force)
-
-    def notes(self, requests: Sequence[Request]) -> list[tuple[str, str]]:
-        """Each prompt, and each negative one, with what the model cannot do with it, once; a scale with its first."""
-        condition = self.model.condition
-        prompts = dict.fromkeys(request.prompt for request in requests)
-        notes = [(text, note) for text in prompts for note in condition.notes(text)]
-        if isinstance(condition, TokenConditioner):
-            negatives = dict.fromkeys(r.negative for r in requests if r.negative is not None)
-            notes += [(text, note) for text in negatives for note in condition.negative_notes(text)]
-            scales = {request.sampling.cfg_scale: request.prompt for request in reversed(requests)}
-            for scale, text in scales.items():
-                notes += [(text, note) for note in condition.frame.scale_notes(scale)]
-        return notes
-
-    # -- drawing
-
-    def draw(
-        self,
-        requests: Sequence[Request],
-        setting: Resolved,
-        batch_size: int | None = None,
-        callback: Callable[[Event], None] | None = None,
-        keep: Callable[[int, Drawn], None] | None = None,
-        decode: bool = True,
-    ) -> GenerationResult:
-        """Draw any mix of requests with one tree; sampling and relaxation may differ from image to image.
-
-        An image that is done leaves its place to the next at the next host read.
-
-        Args:
-            setting: its tree is drafted; each request has its own relaxation, and the method is a name in reports.
-            keep: called with each image and its number as soon as it is there.
-            decode: False leaves the pixels out.
-        """
-        if not requests:
-            raise OptionError(
-                "nothing to draw", "no prompt was given", Arg("prompt", "a red apple")
-            )
-        with self.lock:
-            size = batch_size_for(len(requests), batch_size)
-            spec = replace(self.spec(requests, setting.tree, size), open=len(requests) > size)
-            engine, config = self.engines.get(spec), self.describe(setting)
-            stats = RunStats(load_s=self.load_seconds)
-            self.prepare(engine, requests, stats)
-            before, counted = engine.report(), self.backend.queue.counters()
-            environment = self.environment(setting)
-            drawn: dict[int, Drawn] = {}
-            for index, record in self.stream(engine, requests, stats, callback):
-                with stats.adding("decode_s"):
-                    drawn[index] = self.drawn(record, config, environment, decode)
-                if keep is not None:
-                    keep(index, drawn[index])
-            now = self.backend.queue.counters()
-            return GenerationResult(
-                drawn=[drawn[index] for index in sorted(drawn)],  # all, unless it was interrupted
-                timing=stats,
-                graph=engine.report().since(before)
-                | {
-                    "batch_size": engine.spec.images,
-                    # What the device itself counted while drawing, where it does
-                    "device": {name: now[name] - counted[name] for name in now},
-                    "kernels": self.model.target.kernels.names(),
-                },
-                config=config,
-                environment=self.environment(setting),
-                notes=[note for _, note in self.notes(requests)],
-                tokenizer=self.model.vq_fingerprint,
-                preview_tokens=engine.target.config.preview_tokens,
-                code_grid=engine.target.config.grid,
-            )
-
-    def drawn(
-        self,
-        record: ImageRecord,
-        config: dict[str, Any],
-        environment: dict[str, Any],
-        decode: bool = True,
-    ) -> Drawn:
-        """An image that is done with its pixels, unless `decode` is False, and all that is needed to draw it again.
-
-        `config` is what `describe` says of the run.
-        """
-        picture = self.picture(record) if decode else None
-        return Drawn(picture, record, config | record.settings, environment)
-
-    @own_defaults()
-    def prepare(self, engine: Engine, requests: Sequence[Request], stats: RunStats) -> None:
-        """What is done once, before the first batch."""
-        with stats.adding("text_s"), self.backend.errors(), torch.no_grad():
-            self.model.condition.prepare([request.prompt for request in requests])
-        with stats.adding("warmup_s"):
-            self.warm_up(engine, requests[0])
-
-    def draw_batch(
-        self,
-        engine: Engine,
-        requests: Sequence[Request],
-        stats: RunStats | None = None,
-        callback: Callable[[Event], None] | None = None,
-    ) -> list[ImageRecord]:
-        """Images that fit into an engine's slots, or more if its spec is open; in their order: see `stream`."""
-        result = dict(self.stream(engine, requests, stats, callback))
-        return [result[index] for index in range(len(requests))]
-
-    def batch(self, engine: Engine, stats: RunStats | None = None) -> Batch:
-        """Empty slots of an engine; what is spent is added to `stats`."""
-        return Batch(engine, partial(self.prefix, engine), stats)
-
-    def stream(
-        self,
-        engine: Engine,
-        requests: Sequence[Request],
-        stats: RunStats | None = None,
-        callback: Callable[[Event], None] | None = None,
-        most: int | None = None,
-    ) -> Iterator[tuple[int, ImageRecord]]:
-        """Images through the slots of an engine, each with its number as soon as it is done.
-
-        Args:
-            stats: what is spent is added here, but for what the callback and the caller take meanwhile.
-            most: steps after which the run ends, done or not, on every device; no limit if not given.
-
-        Raises:
-            OptionError: another run that has not ended holds the engine.
-        """
-        stats = stats or RunStats()
-        waiting, numbers = deque(enumerate(requests)), dict[int, int]()  # image of a slot
-        done, show = list[ImageRecord](), partial(preview, self.model, self.backend)
-        with engine.pinned():
-            batch = self.batch(engine, stats)
-            while (waiting or batch.running) and (most is None or batch.steps < most):
-                began, text = time.perf_counter(), stats.text_s
-                with self.lock:
-                    if waiting and batch.free:
-                        news = [waiting.popleft() for _ in batch.free[: len(waiting)]]
-                        slots = batch.admit([request for _, request in news])
-                        numbers.update(zip(slots, (number for number, _ in news), strict=True))
-                    elif batch.running:
-                        left = None if most is None else most - batch.queued
-                        batch.advance(soon=bool(waiting), most=left)
-                    finished = batch.finished()
-                stats.generate_s += time.perf_counter() - began - (stats.text_s - text)
-                done += [record for _, record in finished]
-                if callback is not None:
-                    callback(batch.event(done, len(requests), show))
-                yield from ((numbers[slot], record) for slot, record in finished)
-                if self._interrupt:
-                    return
-
-    # -- reporting
-
-    def describe(self, setting: Resolved) -> dict[str, Any]:
-        """What all images of a run share; with an image's own sampling and relaxation it draws the image again."""
-        return {
-            "model": self.model.source,
-            "parts": {name: value for name, value in asdict(self.given).items() if value},
-            "weights": self.model.files,
-            **setting.as_json(),
-            "dtype": dtype_name(self.model.target.dtype),
-            "quantize": self.options.quantize,
-            "layout": self.fit.layout,
-            "kernels": self.options.kernels,
-            "device": self.backend.name,
-            "graphs": self.fit.graphs,
-        }
-
-    def environment(self, setting: Resolved | None = None) -> dict[str, Any]:
-        """What images depend on beside their settings, and what was decided: the method too, if `auto` chose it."""
-        decided = dict(self.fit.decided)
-        if setting is not None and setting.why:
-            decided["method"] = f"{setting}: {setting.why}"
-        return {
-            "lantern_hpu": lantern_hpu.__version__,
-            "python": platform.python_version(),
-            **self.backend.describe(),
-            "decided": decided,
-            "peak_memory_bytes": self.backend.memory().peak,
-        }

@@ -333,7 +333,7 @@ def draw(args: argparse.Namespace) -> GenerationResult | None:
             show_decided(pipeline, "dtype", "layout")
         setting, sampling = job.resolve(pipeline)
         requests = job.requests(sampling, setting.relaxation)
-        if setting.why and not setting.drafts and pipeline.resolve(job.setting).drafts:
+        if is_slower_together(pipeline, job, setting):
             print(ONE_BY_ONE, file=sys.stderr)
         here = [i for i, file in enumerate(outputs.images) if args.resume and file.exists()]
         kept = kept_images(pipeline, requests, setting, outputs.images, here)
@@ -355,6 +355,13 @@ def draw(args: argparse.Namespace) -> GenerationResult | None:
         if outputs.states:
             pipeline.save_states(result, outputs.states, args.force)
     return result
+
+
+def is_slower_together(pipeline: LanternPipeline, job: GenerateJob, setting: Resolved) -> bool:
+    """Whether `auto` speculates with one image at a time, and not with this batch."""
+    if job.slots == 1 or not setting.why or setting.drafts:
+        return False
+    return pipeline.resolve(job.setting).drafts
 
 
 def outputs_of(args: argparse.Namespace, prompts: Mapping[int, str]) -> Outputs:

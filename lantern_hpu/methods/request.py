@@ -76,7 +76,7 @@ def seeds_of(
     if isinstance(generator, Sequence):
         check_count("generator", generator, count)
         return [one.initial_seed() % (MAX_SEED + 1) for one in generator]
-    first = seed or 0
+    first = 0 if seed is None else whole_number("seed", seed)
     if generator is not None:
         first = generator.initial_seed() % (MAX_SEED + 1)
     return [first + i for i in range(count)]

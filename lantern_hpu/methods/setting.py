@@ -219,6 +219,8 @@ class Setting:
             OptionError, TreeError: one is given twice, or does not fit.
         """
         setting = cls.parse(text)
+        if relax is None and tree is None and window is None:
+            return setting
         if relax is not None and setting.relaxation is not None:
             raise excluding(text, Arg("relax"), "both are relaxations")
         short = Arg("tree" if window is None else "window")
@@ -237,8 +239,7 @@ class Setting:
 
     def __str__(self) -> str:
         """What `parse` reads."""
-        relaxed = "" if self.relaxation is None else f":{self.relaxation}"
-        return f"{self.method}{relaxed}" + ("" if self.tree is None else f"@{tree_text(self.tree)}")
+        return written(self.method, self.relaxation, self.tree)
 
     @property
     def drafts(self) -> bool:
@@ -269,7 +270,7 @@ class Resolved(Setting):
         is_usual = self.relaxation == (method.relaxation or EXACT)
         # A number of neighbours that equals the published one is not written out
         relaxation = None if is_usual else replace(self.relaxation, published=True)
-        return str(Setting(self.method, relaxation, self.tree if method.drafts else None))
+        return written(self.method, relaxation, self.tree if method.drafts else None)
 
     def as_json(self) -> dict[str, Any]:
         """The form of PNG files and reports."""
@@ -386,6 +387,13 @@ def window_rule(method: str) -> Rule:
     return rule
 
 
+def written(method: str, relaxation: Relaxation | None, tree: Tree | str | None) -> str:
+    """The form that `Setting.parse` reads."""
+    relaxed = "" if relaxation is None else f":{relaxation}"
+    drafts = "" if tree is None else f"@{tree_text(tree)}"
+    return f"{method}{relaxed}{drafts}"
+
+
 def tree_text(tree: Tree | str) -> str:
     """What `read_tree` reads."""
     if isinstance(tree, str):
@@ -452,65 +460,65 @@ def resolve(setting: Setting, context: ResolveContext) -> Resolved:
     """
     if isinstance(setting, Resolved):
         return setting
+    name = setting.method
+    tree = setting.tree
     why = ""
-    if setting.tree == AUTO:
-        setting = with_tuned_tree(setting, context)
-    elif setting == Setting(AUTO):
-        setting, why = fastest_method(context)
-    elif setting.method == AUTO:
-        name = "sjd-pac" if setting.tree is None and not context.has_drafter else setting.drafting
-        setting = replace(setting, method=name)
-    method, tree = METHODS[setting.method], setting.tree
+    if tree == AUTO:
+        name, tree = with_tuned_tree(setting, context)
+    elif name == AUTO and setting.relaxation is None and tree is None:
+        name, tree, why = fastest_method(context)
+    elif name == AUTO:
+        name = "sjd-pac" if tree is None and not context.has_drafter else setting.drafting
+    method = METHODS[name]
     relaxation = setting.relaxation or method.relaxation or EXACT
     if tree is None:
         tree = shortened(default_tree(method, context), context.tokens)
     assert not isinstance(tree, str)
-    return Resolved(setting.method, relaxation.fit(context.codes), tree, why)
+    return Resolved(name, relaxation.fit(context.codes), tree, why)
 
 
-def with_tuned_tree(setting: Setting, context: ResolveContext) -> Setting:
-    """With the tree that was tuned for it; one for another relaxation of the method will do."""
-    name, situation = setting.drafting, context.situation
-    if situation is None:
+def with_tuned_tree(setting: Setting, context: ResolveContext) -> tuple[str, Tree | None]:
+    """The method, and the tree that was tuned for it; one for another relaxation of the method will do."""
+    name = setting.drafting
+    if context.situation is None:
         why = "that tree is known to a loaded model alone"
         what = words(Arg("tree", AUTO), "has no meaning here")
         raise OptionError(what, why, "the tree's file, which `lantern-hpu tune` writes")
-    relaxed = Setting(name, setting.relaxation)
-    wanted = situation | {"method": str(relaxed)}
+    wanted = context.situation | {"method": written(name, setting.relaxation, None)}
     if not tuned_trees.file_of(wanted).is_file():
-        wanted = situation | {"method": name}
+        wanted = context.situation | {"method": name}
     tuned = tuned_trees.find_tree(wanted)
-    if tuned.ar_wins and setting == Setting(AUTO, None, AUTO):
-        return Setting("ar")
-    return Setting(name, setting.relaxation, tuned.tree)
+    if tuned.ar_wins and setting.method == AUTO and setting.relaxation is None:
+        return "ar", None
+    return name, tuned.tree
 
 
-def fastest_method(context: ResolveContext) -> tuple[Setting, str]:
-    """The lossless method that draws fastest here, as far as that is known, and why; without a drafter only what needs
-    none."""
+def fastest_method(context: ResolveContext) -> tuple[str, Tree | None, str]:
+    """The lossless method that is fastest here, as far as that is known, with its tree and why; without a drafter only
+    what needs none."""
 
-    def drawable(name: str) -> bool:
+    def usable(name: str) -> bool:
         method = METHODS[name]
         return method.relaxation is None and (context.has_drafter or not method.needs_drafter)
 
     if context.situation is not None:
-        candidates = [name for name, method in METHODS.items() if method.tunable and drawable(name)]
+        candidates = [name for name, method in METHODS.items() if method.tunable and usable(name)]
         if tuned := tuned_trees.tuned_methods(context.situation, candidates):
             name = max(tuned, key=lambda name: tuned[name].times_ar)
             best = tuned[name]
-            setting = Setting(name, tree=replace(best.tree, file=None))  # it is known by its name
-            return (Setting("ar") if best.ar_wins else setting), "tuned"
-    if context.fastest is not None:
+            if best.ar_wins:
+                return "ar", None, "tuned"
+            return name, replace(best.tree, file=None), "tuned"  # it is known by its name
+    if context.fastest is not None and usable(context.fastest[0]):
         name, tree = context.fastest
-        if drawable(name):
-            return Setting.of(name, tree=tree), "measured fastest with this model"
+        return name, load_tree(tree) if tree else None, "measured fastest with this model"
     defaults = context.defaults
     if defaults.idle_arithmetic:
-        name = defaults.method if drawable(defaults.method) else "scd"
-        return Setting(name), "default on this device"
+        name = defaults.method if usable(defaults.method) else "scd"
+        return name, None, "default on this device"
     if context.images > 1 and defaults.method != "ar":
-        return Setting("ar"), "fastest here for several images at once"
-    return Setting(defaults.method), "fastest here for a model of this size"
+        return "ar", None, "fastest here for several images at once"
+    return defaults.method, None, "fastest here for a model of this size"
 
 
 def default_tree(method: Method, context: ResolveContext) -> Tree:

@@ -177,8 +177,8 @@ def fields_of_image() -> dict[str, Any]:
 
 def request_field(param: Param) -> Any:
     about = REQUEST_HELPS.get(param.name) or replace(param, default=None).about
-    finite = {"allow_inf_nan": False} if param.kind is float else {}
-    return Field(None, description=about, **finite)
+    infinite = False if param.kind is float else None
+    return Field(None, description=about, allow_inf_nan=infinite)
 
 
 if TYPE_CHECKING:
