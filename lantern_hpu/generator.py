@@ -38,7 +38,7 @@ from lantern_hpu.methods.setting import (
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.diffusion import DiffusionPixels
 from lantern_hpu.models.files.names import Given
-from lantern_hpu.models.model import ImageModel, grid_by_size
+from lantern_hpu.models.model import ImageModel
 from lantern_hpu.models.text.frames import no_negative
 from lantern_hpu.models.text.prefix import Prefix
 from lantern_hpu.models.text.tokens import TokenConditioner
@@ -181,8 +181,8 @@ class ImageGenerator:
     def picture(self, record: ImageRecord) -> Image.Image | None:
         """Of an image that is done; None where nothing makes it."""
         model, request = self.model, record.request
-        grid = grid_by_size(model.target.config, request.size, model.name)
-        config, tokens = model.target.config.of_grid(grid), record.token_ids[None]
+        config = model.sized(request.size)
+        tokens = record.token_ids[None]
         if self.diffusion is None:
             pictures = self.pixels(tokens, config)
         else:

@@ -15,7 +15,7 @@ from lantern_hpu.models.diffusion import check_diffusers, check_diffusion_folder
 from lantern_hpu.models.files.load import Opened, open_model
 from lantern_hpu.models.files.names import Given
 from lantern_hpu.models.files.write import staged, write_model
-from lantern_hpu.models.model import ImageModel, Placement, grid_by_size, quantize_target
+from lantern_hpu.models.model import ImageModel, Placement, of_size, quantize_target
 from lantern_hpu.results.progress import ProgressBar
 from lantern_hpu.zoo.cards import Subject, folder_card, write_card
 from lantern_hpu.zoo.find import find_parts
@@ -50,7 +50,8 @@ def load_model(
     """
     backend = get_backend(options.device, options.graphs)
     opened = open_model(find_parts(name, given, () if pictures else ("vq", "pixels")))
-    grid_by_size(opened.config.target, size, name)
+    if size is not None:
+        of_size(opened.config.target, size, name)
     if check is not None:
         check(opened)
     if pictures and opened.pixels is not None:

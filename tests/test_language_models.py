@@ -37,7 +37,7 @@ from lantern_hpu.models.families import chameleon
 from lantern_hpu.models.files.checkpoint import shapes_only
 from lantern_hpu.models.files.load import make_condition, open_model
 from lantern_hpu.models.files.names import Given
-from lantern_hpu.models.model import ImageModel, Placement, grid_by_size
+from lantern_hpu.models.model import ImageModel, Placement, of_size
 from lantern_hpu.models.text.tokens import TokenConditioner
 from lantern_hpu.models.transformer import Target, rope_table
 from lantern_hpu.ops.buffers import additive_mask, prefix_mask
@@ -560,8 +560,8 @@ def test_lumina_frames_other_sizes(public: Path) -> None:
     ids, _ = sized.ids("red"), model.condition.frame.ids("red")
     assert ids[-2:] == [8804 + 16, 8804 + 24] and sized.without(ids) == [8197, *ids[-2:]]
     assert "768x512" in sized.text("red")
-    with pytest.raises(OptionError, match="--height 496 --width 768: allowed: multiples of 32"):
-        grid_by_size(model.config.target, (496, 768), LUMINA)
+    with pytest.raises(OptionError, match="height=496 width=768: allowed: multiples of 32"):
+        of_size(model.config.target, (496, 768), LUMINA)
 
 
 def test_emu3s_own_tokenizer_is_read_by_the_names_of_its_class(public: Path) -> None:

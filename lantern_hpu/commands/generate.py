@@ -428,16 +428,13 @@ def kept_images(
 
 def show_model(pipeline: LanternPipeline, size: tuple[int, int] | None = None) -> None:
     """Say what a checkpoint draws, of the size that is asked for."""
-    from lantern_hpu.models.model import grid_by_size
-
     model = pipeline.model
     for note in model.notes:
         print(f"note: {note}", file=sys.stderr)
     if model.source == "builtin":
         return
     height, width = size or model.config.image_size
-    grid = grid_by_size(model.target.config, size, model.name)
-    rows, columns = grid or model.target.config.grid
+    rows, columns = model.sized(size).grid
     drafter = "with a drafter" if model.drafter else "no drafter"
     pixels = f"{width} x {height} pixels"
     if not model.makes_pictures:

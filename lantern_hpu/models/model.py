@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lantern_hpu.core import Request, Sampling
-from lantern_hpu.errors import OptionError, OutputError, WeightsError, needing
+from lantern_hpu.errors import Arg, OptionError, OutputError, WeightsError, needing, words
 from lantern_hpu.files import check_content, check_regular, own_cache, write_file
 from lantern_hpu.models.config import ModelConfig, TransformerConfig
 from lantern_hpu.models.cosmos_vq import CosmosVQ
@@ -50,26 +50,26 @@ class Placement:
 TOKENIZERS = {"image": VQModel, "video": Emu3VQ, "movq": MoVQ, "cosmos": CosmosVQ}  # of pictures
 
 
-def grid_by_size(
-    config: TransformerConfig, size: tuple[int, int] | None, name: str
-) -> tuple[int, int] | None:
-    """Rows and columns of codes of a picture of this height and width in pixels; None: as the model has them."""
-    if size is None:
-        return None
-    pixels, (height, width) = config.code_pixels, size
-    asked = f"--height {height} --width {width}"
+def of_size(config: TransformerConfig, size: tuple[int, int], name: str) -> TransformerConfig:
+    """The config for pictures of this height and width in pixels.
+
+    Raises:
+        OptionError: the model of this name has no such size.
+    """
+    height, width = size
+    pixels = config.code_pixels
+    asked = words(Arg("height", height), Arg("width", width))
     if not pixels:
-        raise OptionError(f"{asked} cannot be drawn", f"{name} draws one size", "leave them out")
+        why = f"{name} generates one size"
+        raise OptionError(words(asked, "cannot be used"), why, "leave them out")
+    usual = Arg("height", 32 * pixels)
     step = pixels * config.grid_step
     if min(size) < step or height % step or width % step:
-        raise OptionError(asked, f"allowed: multiples of {step}", f"--height {32 * pixels}")
-    grid = height // pixels, width // pixels
+        raise OptionError(asked, f"allowed: multiples of {step}", usual)
     try:
-        config.of_grid(grid)
+        return config.of_grid((height // pixels, width // pixels))
     except ValueError as error:
-        what, hint = f"{asked} cannot be drawn", f"--height {32 * pixels}"
-        raise OptionError(what, str(error), hint) from error
-    return grid
+        raise OptionError(words(asked, "cannot be used"), str(error), usual) from error
 
 
 @dataclass(kw_only=True)
@@ -116,13 +116,19 @@ class ImageModel:
 
     def sizes(self, requests: Sequence[Request]) -> TransformerConfig:
         """The target's for these requests: of the grid that they ask for, and the shortest prefix for their prompts."""
-        config = self.target.config
-        grids = {grid_by_size(config, request.size, self.name) for request in requests}
-        if len(grids) > 1:
+        sizes = {request.size for request in requests}
+        if len(sizes) > 1:
             why = "a batch has one size of picture"
-            raise OptionError(f"{len(grids)} sizes are asked for", why, "a call for each size")
-        words = max(self.condition.length(r.prompt) for r in requests) if config.prefixes else 0
-        return config.of_grid(grids.pop(), words)
+            raise OptionError(f"{len(sizes)} sizes are asked for", why, "a call for each size")
+        config = self.sized(sizes.pop())
+        if not config.prefixes:
+            return config
+        return config.of_grid(config.grid, max(self.condition.length(r.prompt) for r in requests))
+
+    def sized(self, size: tuple[int, int] | None) -> TransformerConfig:
+        """The target's for pictures of a height and width in pixels; None: as the model has them."""
+        config = self.target.config
+        return config if size is None else of_size(config, size, self.name)
 
     @property
     def knows_neighbours(self) -> bool:

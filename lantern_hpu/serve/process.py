@@ -21,7 +21,7 @@ from lantern_hpu.backends import prepare
 from lantern_hpu.errors import DeviceError, LanternError, OptionError, needing
 from lantern_hpu.methods.setting import lacks_drafter
 from lantern_hpu.models.files.load import Opened
-from lantern_hpu.models.model import grid_by_size
+from lantern_hpu.models.model import of_size
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.serve.app import make_app
 from lantern_hpu.serve.decoder import DecodeThread
@@ -65,7 +65,7 @@ def check_served(options: ServeOptions, opened: Opened) -> None:
             raise lacks_drafter(opened.name, f"--methods {setting}")
     for size in options.sizes:
         try:
-            grid_by_size(opened.config.target, size, opened.name)
+            of_size(opened.config.target, size, opened.name)
         except OptionError as error:
             asked = f"--sizes {size[1]}x{size[0]} cannot be served"
             raise OptionError(asked, error.why, "leave it out") from error

@@ -48,7 +48,7 @@ from lantern_hpu.models.model import (
     ImageModel,
     Placement,
     check_table,
-    grid_by_size,
+    of_size,
     read_table,
     table_digest,
 )
@@ -158,8 +158,8 @@ def open_model(parts: Parts) -> Opened:
     config, drafter = with_text(opened.config, parts.text), None
     height, width = (side * opened.code_pixels for side in config.target.grid)
     if parts.image_size and config.target.code_pixels:
-        grid = grid_by_size(config.target, (parts.image_size, parts.image_size), parts.name)
-        config = replace(config, target=config.target.of_grid(grid))
+        size = parts.image_size, parts.image_size
+        config = replace(config, target=of_size(config.target, size, parts.name))
     elif parts.image_size not in (None, height):
         why = f"{parts.name} draws {width} x {height} pixels"
         raise OptionError(f"--image-size is {parts.image_size}", why, "leave it out")
