@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
-from lantern_hpu.errors import DeviceError, OptionError, choices, option
+from lantern_hpu.errors import Arg, DeviceError, choices, option, require, shell, words
 
 if __name__ == "backends":
     raise ImportError("import lantern_hpu.backends, not backends: the same module would load twice")
@@ -20,32 +20,60 @@ if __name__ == "backends":
 if TYPE_CHECKING:
     from lantern_hpu.backends.base import Backend
 
+
+@dataclass(frozen=True)
+class Device:
+    """What is known of a device before its software is loaded.
+
+    Attributes:
+        backend: where its class is.
+        card: what a cluster calls one; a processor is counted in cores.
+        package: without which it cannot be here. without: how to run its code where it is not.
+        kernels: that it has forms of its own of; `candidates.py` gives them.
+        modes: graph modes that `verify` asks. stages: what it asks of this device alone, each in a mode.
+    """
+
+    backend: str
+    card: str = "CPU"
+    package: str = ""
+    without: str = ""
+    kernels: tuple[str, ...] = ()
+    modes: tuple[str, ...] = ("auto", "compile")
+    stages: tuple[tuple[str, str], ...] = ()
+
+    def load(self, graphs: str = "auto") -> Backend:
+        """The backend, whether or not the device is here."""
+        module, _, name = self.backend.partition(":")
+        backend: Backend = getattr(import_module(module), name)(graphs)
+        return backend
+
+
 # Best first
 BACKENDS = {
-    "hpu": "lantern_hpu.backends.hpu.backend:HPUBackend",
-    "cuda": "lantern_hpu.backends.cuda.backend:CUDABackend",
-    "cpu": "lantern_hpu.backends.cpu.backend:CPUBackend",
+    "hpu": Device(
+        "lantern_hpu.backends.hpu.backend:HPUBackend",
+        card="HPU",
+        package="habana_frameworks",
+        without=shell("COMMAND", Arg("device", "hpu"), Arg("emulate", True)),
+        kernels=("attention", "rms_norm", "rotate"),
+        modes=("hpu_graph", "compile"),
+        stages=(("facts", "hpu_graph"), ("facts", "eager"), ("cuts", "compile")),
+    ),
+    "cuda": Device(
+        "lantern_hpu.backends.cuda.backend:CUDABackend",
+        card="GPU",
+        kernels=(
+            *("attention", "rms_norm", "rotate", "swiglu", "rotate_into"),
+            *("probs", "sample", "sample_distinct", "walk"),
+        ),
+    ),
+    "cpu": Device("lantern_hpu.backends.cpu.backend:CPUBackend"),
 }
-
-
-# What a cluster calls one card of a device; a processor is counted in cores
-CARDS = {"hpu": "HPU", "cuda": "GPU"}
+HOST = "cpu"  # the processor itself
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}  # of a number
 QUANTIZED = ("int8",)  # smaller formats for the target's weights
-HOST = "cpu"  # the processor itself
 LARGE_PARAMETERS = 10**8  # of a target whose steps take a processor long
 DEVICE_VARIABLE = "LANTERN_HPU_DEVICE"  # the variable that names the device which `auto` is
-# Kernels that a device has forms of its own of; `candidates.py` gives them
-OWN_KERNELS = {
-    "hpu": ("attention", "rms_norm", "rotate"),
-    "cuda": (
-        *("attention", "rms_norm", "rotate", "swiglu", "rotate_into"),
-        *("probs", "sample", "sample_distinct", "walk"),
-    ),
-}
-GAUDI = "hpu"  # whose bridge has facts that `verify` asks
-# How to run a device's code without one
-WITHOUT = {GAUDI: f"--device {GAUDI} --emulate, which runs its code on the processor"}
 
 
 # Where a text encoder stays once prompts are encoded; `auto`: on the host, but a server's on the device if it fits
@@ -74,13 +102,12 @@ class DeviceOptions:
     def __post_init__(self) -> None:
         allowed = {"kernels": ("auto", "plain"), "keep_text": KEEP_TEXT}
         for name, values in allowed.items():
-            asked, written = getattr(self, name), name.replace("_", "-")
-            if asked not in values:
-                raise OptionError(f"--{written} is {asked!r}", hint=choices(values, asked))
+            asked = getattr(self, name)
+            require(asked in values, name, repr(asked), choices(values, asked))
 
-
-# Packages without which a device cannot be here, so that `auto` need not ask it
-PACKAGES = {"hpu": "habana_frameworks"}
+    def on_host(self, dtype: str = "auto", graphs: str = "auto") -> DeviceOptions:
+        """The same on the processor itself."""
+        return replace(self, device=HOST, dtype=dtype, graphs=graphs)
 
 
 def installed(name: str) -> bool:
@@ -89,8 +116,9 @@ def installed(name: str) -> bool:
         import torch
 
         return torch.version.cuda is not None
+    package = BACKENDS[name].package
     try:
-        return name not in PACKAGES or find_spec(PACKAGES[name]) is not None
+        return not package or find_spec(package) is not None
     except (ImportError, ValueError):  # a program has put something of that name in its place
         return True
 
@@ -137,13 +165,19 @@ def card_of(name: str, offered: Mapping[str, float]) -> str:
         DeviceError: it has no card of that device.
     """
     name = device_named(name)
+    cards = [known.card for known in BACKENDS.values()]
     if name == "auto":
-        return next((card for card in CARDS.values() if offered.get(card, 0) >= 1), "CPU")
-    card = CARDS.get(name, "CPU")
+        return next((card for card in cards if offered.get(card, 0) >= 1), cards[-1])
+    card = BACKENDS[name].card if name in BACKENDS else cards[-1]
     if offered.get(card, 0) < 1:
         why, hint = f"it offers {', '.join(sorted(offered))}", "ray start --resources"
         raise DeviceError(f"the cluster has no {card}", why, hint)
     return card
+
+
+def is_host(name: object) -> bool:
+    """Whether a device that reports or metadata name is the processor itself."""
+    return name == HOST
 
 
 class DraftingDefaults(NamedTuple):
@@ -171,13 +205,12 @@ def get_backend(name: str = "auto", graphs: str = "auto") -> Backend:
         raise DeviceError(f"unknown device {name!r}", hint=choices(["auto", *BACKENDS]))
     refused = []
     for candidate in filter(installed, BACKENDS) if name == "auto" else [name]:
-        module, _, cls = BACKENDS[candidate].partition(":")
-        backend: Backend = getattr(import_module(module), cls)(graphs)
+        backend = BACKENDS[candidate].load(graphs)
         usable, why = backend.available()
         if usable:
             return backend
         refused.append(f"{candidate}: {why}" if name == "auto" else why)
-    hint = f"--device {HOST}"  # the others may not be usable here either: the doctor asks them
-    hint += f"; {WITHOUT[name]}" if name in WITHOUT else ""
-    hint += "; lantern-hpu doctor says more"
+    # The others may not be usable here either: the doctor asks them
+    others = [BACKENDS[name].without] if name in BACKENDS and BACKENDS[name].without else []
+    hint = words(Arg("device", HOST), "; " + "; ".join([*others, shell("doctor") + " says more"]))
     raise DeviceError(f"device {name!r} cannot be used here", "; ".join(refused), hint)

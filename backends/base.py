@@ -229,6 +229,7 @@ class Backend(ABC):
         graph_modes: ways to record a function, best first, each with the reason for its place; `eager` is one.
         layouts: ways to keep the matrices of linear layers. quantized: smaller formats for the target's weights.
         queue: how the host hands work to the device.
+        is_host: whether it is the processor itself.
         shares_pool: whether all recordings keep what they compute in one memory.
         overlaps: whether another thread's work may run at the same time as the steps, in what `beside` makes.
     """
@@ -240,6 +241,7 @@ class Backend(ABC):
     layouts: Mapping[str, str] = {"plain": "as torch keeps them"}
     quantized: tuple[str, ...] = ()
     queue: Queue = Queue()
+    is_host = False
     shares_pool = False
     overlaps = False
 

@@ -84,7 +84,7 @@ def tensors(arguments: Sequence[Any]) -> Sequence[Tensor]:
 
 
 def candidates_of(backend: Backend, dtype: torch.dtype) -> dict[str, Candidate]:
-    """All that a device has, whether or not they are right there; their names are those of `OWN_KERNELS`."""
+    """All that a device has, whether or not they are right there; their names are those of its `Device.kernels`."""
     if backend.name == "cuda":
         from lantern_hpu.backends.cuda import kernels as triton
 

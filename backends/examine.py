@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import asdict
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lantern_hpu.backends import BACKENDS, DEVICE_VARIABLE, WITHOUT, device_named
+from lantern_hpu.backends import BACKENDS, DEVICE_VARIABLE, Device, device_named
 from lantern_hpu.backends.hpu import env as hpu_env
 from lantern_hpu.backends.hpu import errors as hpu_errors
 from lantern_hpu.errors import DeviceError, LanternError
@@ -26,7 +25,7 @@ def examine() -> Facts:
     environ = os.environ if active else dict(os.environ)
     flags = attempt(lambda: asdict(hpu_env.prepare_flags(environ=environ)))
     checks = [asdict(check) for check in hpu_env.checks()]
-    devices = {name: examine_device(target) for name, target in BACKENDS.items()}
+    devices = {name: examine_device(known) for name, known in BACKENDS.items()}
     return {
         "torch": hpu_env.version_of("torch"),
         "devices": devices,
@@ -35,16 +34,15 @@ def examine() -> Facts:
     }
 
 
-def examine_device(target: str) -> Facts:
+def examine_device(known: Device) -> Facts:
     """What a backend says of itself, or how it fails."""
-    module, _, cls = target.partition(":")
     try:
-        return ask(getattr(import_module(module), cls)())
+        return ask(known.load(), known.without)
     except Exception as error:  # whatever is wrong with a device's software, the rest must be shown
         return {"available": False, "why": "its software fails", **failure(error)}
 
 
-def ask(backend: Backend) -> Facts:
+def ask(backend: Backend, without: str) -> Facts:
     """What a backend says of itself; a part that fails is replaced by its error."""
     available, why = backend.available()
     facts: Facts = {"available": available, "why": why}
@@ -53,8 +51,8 @@ def ask(backend: Backend) -> Facts:
         facts["memory"] = attempt(lambda: asdict(backend.memory()))
         facts["details"] = attempt(lambda: dict(backend.describe()))
         facts["kernels"] = attempt(lambda: {"built": backend.try_kernel()})
-    elif backend.name in WITHOUT:
-        facts["hint"] = WITHOUT[backend.name]
+    elif without:
+        facts["hint"] = without
     return facts
 
 

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from lantern_hpu import __version__
-from lantern_hpu.backends import GAUDI
+from lantern_hpu.backends import BACKENDS
 from lantern_hpu.console import open_streams
-from lantern_hpu.errors import OptionError, as_option, choices, exit_code
+from lantern_hpu.errors import Arg, OptionError, as_option, choices, exit_code
 
 # Each is a module of `lantern_hpu.commands` with a `main(argv)`, imported only when it is asked for.
 COMMANDS = {
@@ -105,16 +105,17 @@ def run(name: str, args: Sequence[str]) -> int:
 
 def run_emulated(name: str, args: Sequence[str]) -> int:
     """The same command, on the emulated Gaudi."""
+    device = next(name for name, known in BACKENDS.items() if known.without)
     parser = argparse.ArgumentParser(f"lantern-hpu {name}", add_help=False, allow_abbrev=False)
     parser.add_argument("--emulate", action="store_true")
     parser.add_argument("--bridge")
-    parser.add_argument("--device", default=GAUDI)
+    parser.add_argument("--device", default=device)
     asked, rest = parser.parse_known_args(args)
 
     def command() -> int:
-        if asked.device != GAUDI:
-            raise OptionError(f"{asked.device} cannot be emulated", hint=f"--device {GAUDI}")
+        if asked.device != device:
+            raise OptionError(f"{asked.device} cannot be emulated", hint=Arg("device", device))
         with import_module("gaudi_emulator").emulate(asked.bridge):
-            return run(name, [*rest, "--device", GAUDI])
+            return run(name, [*rest, "--device", device])
 
     return exit_code(command)

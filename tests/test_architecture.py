@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from lantern_hpu import backends
 from lantern_hpu.cli import COMMANDS, module_of
 from scripts import house
 
@@ -257,7 +258,7 @@ def test_networks_know_no_device() -> None:
 
 
 def device_names(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    """Places that name a device: strings, torch.cuda and the like, and Gaudi's packages."""
+    """Places that name a device: strings, constants that hold one, torch.cuda and the like, and Gaudi's packages."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             if node.value.split(":")[0] in DEVICES:
@@ -266,6 +267,9 @@ def device_names(tree: ast.AST) -> Iterator[tuple[str, int]]:
             owner = node.value.id
             if owner == "torch" and node.attr in DEVICES:
                 yield f"torch.{node.attr}", node.lineno
+        elif isinstance(node, ast.ImportFrom) and node.module == "lantern_hpu.backends":
+            held = {alias.name: vars(backends).get(alias.name) for alias in node.names}
+            yield from ((name, node.lineno) for name in held if held[name] in list(DEVICES))
     for module, line in imports(tree):
         if module.split(".")[0] == "habana_frameworks" or module.startswith("torch.cuda"):
             yield module, line

@@ -358,7 +358,7 @@ def test_threads_that_are_asked_for_are_taken(
     asked = ["--model", str(model), "--device", "cpu", "--prompt", PROMPT, "--threads", "100000"]
     assert main(asked) == 2
     assert "--threads is 100000" in capsys.readouterr().err
-    with pytest.raises(OptionError, match="--threads is -1"):
+    with pytest.raises(OptionError, match="threads is -1"):
         get_backend("cpu").fit(CONFIG, DeviceOptions(threads=-1))
 
 

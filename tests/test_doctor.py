@@ -6,13 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from lantern_hpu.backends import BACKENDS, DEVICE_VARIABLE, GAUDI, WITHOUT
+from lantern_hpu.backends import BACKENDS, DEVICE_VARIABLE, Device
 from lantern_hpu.backends.base import Memory
 from lantern_hpu.backends.candidates import Candidate
 from lantern_hpu.backends.cuda import kernels
@@ -22,18 +23,19 @@ from lantern_hpu.commands import doctor
 from lantern_hpu.errors import DeviceError
 
 ROOT = Path(__file__).parent.parent
+Patch = pytest.MonkeyPatch
+Printed = pytest.CaptureFixture[str]
 
 
 class Fake:
     """A backend as the contract has it; a test breaks the method named by `broken`."""
 
-    name = "fake"
     dtypes = {"bfloat16": "fast", "float32": "exact"}
     graph_modes = {"record": "fastest", "eager": "always"}
     broken = ""
     error: Exception = RuntimeError("no reason")
 
-    def __init__(self) -> None:
+    def __init__(self, graphs: str) -> None:
         self.check("__init__")
 
     def check(self, name: str) -> None:
@@ -57,39 +59,48 @@ class Fake:
 
 
 class Absent(Fake):
+    def __init__(self, graphs: str) -> None:
+        pass
+
     def available(self) -> tuple[bool, str]:
         return False, "no card; no driver"
 
 
-FAKE, ABSENT = f"{__name__}:Fake", f"{__name__}:Absent"
+FAKE, ABSENT = Device(f"{__name__}:Fake"), Device(f"{__name__}:Absent")
 
 
 @pytest.fixture(autouse=True)
-def no_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_plugin(monkeypatch: Patch) -> None:
     monkeypatch.setattr(hpu_env, "plugin_folder", lambda: None)
 
 
-def devices(monkeypatch: pytest.MonkeyPatch, **targets: str) -> None:
-    """These backends are all there are, in this order."""
+def devices(monkeypatch: Patch, **known: Device) -> None:
+    """These devices are all there are, in this order."""
     monkeypatch.delenv(DEVICE_VARIABLE)
     for name in list(BACKENDS):
         monkeypatch.delitem(BACKENDS, name)
-    for name, target in targets.items():
-        monkeypatch.setitem(BACKENDS, name, target)
+    for name, device in known.items():
+        monkeypatch.setitem(BACKENDS, name, device)
 
 
-def printed(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+def printed(capsys: Printed, *args: str) -> str:
     assert doctor.main(args) == 0
     said = capsys.readouterr()
     assert said.err == ""
     return said.out
 
 
-def facts(capsys: pytest.CaptureFixture[str]) -> Any:
+def section(capsys: Printed, head: str) -> list[str]:
+    """The lines of the section that begins with these words."""
+    (found,) = [part for part in printed(capsys).split("\n\n") if part.startswith(head)]
+    return found.splitlines()
+
+
+def facts(capsys: Printed) -> Any:
     return json.loads(printed(capsys, "--json"))
 
 
-def test_this_machine_is_described_and_nothing_is_set(capsys: pytest.CaptureFixture[str]) -> None:
+def test_this_machine_is_described_and_nothing_is_set(capsys: Printed) -> None:
     before = dict(os.environ)
     text = printed(capsys)
     assert dict(os.environ) == before
@@ -99,7 +110,7 @@ def test_this_machine_is_described_and_nothing_is_set(capsys: pytest.CaptureFixt
     assert "error" not in text
 
 
-def test_json_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_everything(capsys: Printed) -> None:
     said = facts(capsys)
     assert set(said) == {
         *("lantern_hpu", "python", "platform", "torch", "torchvision", "devices", "gaudi"),
@@ -109,124 +120,103 @@ def test_json_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
     assert needy == ["eagle", "eagle2", "lantern", "lantern++"]
     assert list(said["devices"]) == list(BACKENDS)
     assert said["devices"][said["default"]["device"]]["available"]
-    assert said["gaudi"]["flags"]["active"] is False
-    assert said["gaudi"]["flags"]["why"]
+    flags = said["gaudi"]["flags"]
+    assert flags["active"] is False and flags["why"]
 
 
-def test_a_device_is_shown_with_memory_modes_and_versions(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_device_is_shown_with_what_it_has(monkeypatch: Patch, capsys: Printed) -> None:
+    monkeypatch.setattr(Fake, "try_kernel", lambda self: "built here")
     devices(monkeypatch, fake=FAKE)
-    (section,) = [part for part in printed(capsys).split("\n\n") if part.startswith("fake: ")]
-    assert section.splitlines() == [
+    assert section(capsys, "fake: ") == [
         "fake: available, a card is free",
         "  device       FAKE9",
         "  driver       1.24",
         "  memory       96.0 GiB total, 48.0 GiB free",
+        "  kernels      built here",
         "  dtypes       bfloat16, float32",
         "  graph modes  record, eager",
     ]
 
 
-def test_a_card_is_shown_with_whether_its_kernels_can_be_built(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_card_says_whether_its_kernels_can_be_built(monkeypatch: Patch) -> None:
     def lacks() -> Any:
         raise RuntimeError("Failed to find C compiler.")
 
-    candidate = Candidate(lacks, [], 0.0)
     good = Candidate(lambda: torch.abs, [([torch.ones(1)], [torch.ones(1)] * 2)], 0.0)
-    backend = CUDABackend()
-    monkeypatch.setattr(kernels, "triton_candidates", lambda *_: {"swiglu": candidate})
-    assert backend.try_kernel() == ("plain ones serve: RuntimeError: Failed to find C compiler.")
-    monkeypatch.setattr(kernels, "triton_candidates", lambda *_: {"swiglu": good})
-    monkeypatch.setattr(Fake, "try_kernel", lambda self: backend.try_kernel())
-    devices(monkeypatch, fake=FAKE)
-    assert "  kernels      Triton builds them here\n" in printed(capsys)
+    for candidate, said in (
+        (Candidate(lacks, [], 0.0), "plain ones serve: RuntimeError: Failed to find C compiler."),
+        (good, "Triton builds them here"),
+    ):
+        monkeypatch.setattr(kernels, "triton_candidates", lambda *_, one=candidate: {"swiglu": one})
+        assert CUDABackend().try_kernel() == said
 
 
-def test_auto_is_the_first_that_is_available_and_says_why(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("variable", "last"),
+    [
+        (None, "second, because a card is free; first is not available"),
+        ("auto", "second, because a card is free; first is not available"),
+        ("third", f"third, because {DEVICE_VARIABLE} names third"),
+        ("first", f"no device, because {DEVICE_VARIABLE} names first"),
+        ("toaster", f"no device, because {DEVICE_VARIABLE} names the unknown device 'toaster'"),
+    ],
+)
+def test_the_default_and_why(
+    monkeypatch: Patch, capsys: Printed, variable: str | None, last: str
 ) -> None:
     devices(monkeypatch, first=ABSENT, second=FAKE, third=FAKE)
-    last = printed(capsys).splitlines()[-1]
-    assert last == "default: second, because a card is free; first is not available"
-    monkeypatch.setenv(DEVICE_VARIABLE, "third")
-    assert (
-        printed(capsys).splitlines()[-1] == f"default: third, because {DEVICE_VARIABLE} names third"
-    )
-    monkeypatch.setenv(DEVICE_VARIABLE, "toaster")
-    assert f"{DEVICE_VARIABLE} names the unknown device 'toaster'" in printed(capsys)
-    monkeypatch.setenv(DEVICE_VARIABLE, "auto")  # as if it were not set
-    assert DEVICE_VARIABLE not in printed(capsys)
-    monkeypatch.setenv(DEVICE_VARIABLE, "first")
-    assert printed(capsys).splitlines()[-1].startswith("default: no device")
+    if variable:
+        monkeypatch.setenv(DEVICE_VARIABLE, variable)
+    assert printed(capsys).splitlines()[-1] == f"default: {last}"
 
 
 def test_a_device_that_is_not_there_says_why_and_what_to_do(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: Patch, capsys: Printed
 ) -> None:
-    monkeypatch.setattr(Absent, "name", GAUDI)
-    devices(monkeypatch, fake=ABSENT)
-    (section,) = [part for part in printed(capsys).split("\n\n") if part.startswith("fake: ")]
-    assert section.splitlines()[:3] == [
+    devices(monkeypatch, fake=replace(ABSENT, without="lend one"))
+    shown = section(capsys, "fake: ")
+    assert shown[:3] == [
         "fake: not available",
         "  why          no card",
         "               no driver",
     ]
-    assert section.endswith(f"  try          {WITHOUT[GAUDI]}")
-
-
-def test_no_device_at_all_is_said(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    devices(monkeypatch, first=ABSENT)
-    assert printed(capsys).splitlines()[-1].startswith("default: no device, because first is not")
+    assert shown[-1] == "  try          lend one"
+    why = "no device, because fake is not available"
+    assert printed(capsys).splitlines()[-1] == f"default: {why}"
     assert facts(capsys)["default"]["device"] is None
 
 
 @pytest.mark.parametrize("broken", ["__init__", "available", "memory", "describe"])
 def test_a_broken_backend_breaks_nothing_else(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], broken: str
+    monkeypatch: Patch, capsys: Printed, broken: str
 ) -> None:
-    monkeypatch.setattr(Absent, "__init__", lambda self: None)
     monkeypatch.setattr(Fake, "broken", broken)
-    monkeypatch.setattr(Fake, "error", RuntimeError("synStatus=20 [Device already acquired]"))
     devices(monkeypatch, fake=FAKE, other=ABSENT)
+    monkeypatch.setattr(Fake, "error", RuntimeError("synStatus=20 [Device already acquired]"))
     text = printed(capsys)
-    assert "RuntimeError: synStatus=20" in text
-    assert "already taken" in text
-    assert "hl-smi" in text
+    assert all(part in text for part in ("RuntimeError: synStatus=20", "already taken", "hl-smi"))
     assert "other: not available\n" in text
+    monkeypatch.setattr(Fake, "error", DeviceError("what is wrong", "why", "this"))
+    text = printed(capsys)  # our own errors are shown once
+    assert "error  what is wrong: why\n" in text.replace("error        ", "error  ")
+    assert text.count("what is wrong") == 1
 
 
 @pytest.mark.parametrize("target", ["lantern_hpu.no_such_module:X", f"{__name__}:NoSuchClass"])
 def test_a_backend_that_cannot_be_imported_is_shown(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], target: str
+    monkeypatch: Patch, capsys: Printed, target: str
 ) -> None:
-    devices(monkeypatch, fake=target, other=FAKE)
+    devices(monkeypatch, fake=Device(target), other=FAKE)
     said = facts(capsys)
     assert "Error: " in said["devices"]["fake"]["error"]
     assert said["default"]["device"] == "other"
 
 
-def test_our_own_errors_are_shown_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(Fake, "broken", "available")
-    monkeypatch.setattr(Fake, "error", DeviceError("what is wrong", "why", "this"))
-    devices(monkeypatch, fake=FAKE)
-    text = printed(capsys)
-    assert "error  what is wrong: why\n" in text
-    assert "try    this\n" in text
-    assert text.count("what is wrong") == 1
-
-
 WITH_PLUGIN = """
 import sys
-from lantern_hpu.backends import BACKENDS
+from lantern_hpu.backends import BACKENDS, Device
 BACKENDS.clear()
-BACKENDS["fake"] = "fake_device:Device"
+BACKENDS["fake"] = Device("fake_device:Fake")
 from lantern_hpu.commands import doctor
 sys.exit(doctor.main(sys.argv[1:]))
 """
@@ -234,8 +224,10 @@ DEVICE = """
 import os, sys
 assert "torch" not in sys.modules
 SEEN = os.environ["PT_HPU_LAZY_MODE"]
-class Device:
+class Fake:
     dtypes = graph_modes = {}
+    def __init__(self, graphs):
+        pass
     def available(self):
         return True, f"imported with PT_HPU_LAZY_MODE={SEEN}"
     def memory(self):
@@ -251,11 +243,8 @@ def gaudi(tmp_path: Path) -> dict[str, str]:
     torch.mkdir(parents=True)
     (torch / "required_version.txt").write_text("2.4.0a0+git1234567")
     (tmp_path / "fake_device.py").write_text(DEVICE)
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("PT_", DEVICE_VARIABLE))
-    }
+    ours = ("PT_", DEVICE_VARIABLE)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     return {**kept, "PYTHONPATH": str(tmp_path)}
 
 
@@ -275,24 +264,38 @@ def test_flags_are_set_before_a_device_is_imported_and_reported(gaudi: dict[str,
     assert said["default"]["why"] == "imported with PT_HPU_LAZY_MODE=0"
 
 
-def test_flags_and_a_replaced_torch_are_called_out(gaudi: dict[str, str]) -> None:
-    text = run({**gaudi, "PT_HPU_LAZY_MODE": "1"})
-    assert "mode     lazy: PT_HPU_LAZY_MODE=1 was set already" in text
-    assert "set      PT_HPU_WEIGHT_SHARING=0: it wraps parameters" in text
-    assert "yours    PT_HPU_LAZY_MODE=1, as it would be set: HPU graphs need lazy mode" in text
-    assert "--  REPLACED: " in text and "built for 2.4.0a0+git1234567" in text
+REUSE = "PT_HPU_ENABLE_SYNAPSE_INPUT_REUSE"
+CUT = "1 saves memory, and a step that is cut in parts may read overwritten state"
 
 
-def test_a_setting_of_the_users_is_kept_and_what_it_does_is_said(gaudi: dict[str, str]) -> None:
-    flag = "PT_HPU_ENABLE_SYNAPSE_INPUT_REUSE"
-    text = run({**gaudi, "PT_HPU_LAZY_MODE": "0"})
-    assert f"set      {flag}=0: memory that is reused between compiled parts" in text
-    text = run({**gaudi, "PT_HPU_LAZY_MODE": "0", flag: "1"})
-    assert f"yours    {flag}=1, kept; 0 would be set: " in text
-    assert "1 saves memory, and a step that is cut in parts may read overwritten state" in text
-
-
-def test_a_fatal_flag_is_named_before_anything_is_loaded(gaudi: dict[str, str]) -> None:
-    text = run({**gaudi, "PT_HPU_ENABLE_REFINE_DYNAMIC_SHAPES": "yes"})
-    assert "PT_HPU_ENABLE_REFINE_DYNAMIC_SHAPES=yes would end Gaudi's software" in text
-    assert "it takes 0, 1, true, false alone" in text
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        (
+            {"PT_HPU_LAZY_MODE": "1"},
+            [
+                "mode     lazy: PT_HPU_LAZY_MODE=1 was set already",
+                "set      PT_HPU_WEIGHT_SHARING=0: it wraps parameters",
+                "yours    PT_HPU_LAZY_MODE=1, as it would be set: HPU graphs need lazy mode",
+                *("--  REPLACED: ", "built for 2.4.0a0+git1234567"),
+            ],
+        ),
+        (
+            {"PT_HPU_LAZY_MODE": "0"},
+            [f"set      {REUSE}=0: memory that is reused between compiled parts"],
+        ),
+        (
+            {"PT_HPU_LAZY_MODE": "0", REUSE: "1"},
+            [f"yours    {REUSE}=1, kept; 0 would be set: ", CUT],
+        ),
+        (
+            {"PT_HPU_ENABLE_REFINE_DYNAMIC_SHAPES": "yes"},  # named before anything is loaded
+            ["DYNAMIC_SHAPES=yes would end Gaudi's software", "it takes 0, 1, true, false alone"],
+        ),
+    ],
+)
+def test_flags_are_shown_with_what_they_do(
+    gaudi: dict[str, str], given: dict[str, str], shown: list[str]
+) -> None:
+    text = run({**gaudi, **given})
+    assert [part for part in shown if part not in text] == []

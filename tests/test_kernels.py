@@ -23,7 +23,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lantern_hpu.backends import OWN_KERNELS
+from lantern_hpu.backends import BACKENDS
 from lantern_hpu.backends.candidates import Candidate
 from lantern_hpu.backends.cuda.backend import CUDABackend
 from lantern_hpu.backends.cuda.kernels import checks, triton_kernels
@@ -671,7 +671,7 @@ def test_kernels_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         for name, examples in calls.items():
             for arguments, _ in examples:
                 getattr(kernels(), name)(*arguments)
-    assert set(calls) == set(OWN_KERNELS["cuda"])
+    assert set(calls) == set(BACKENDS["cuda"].kernels)
     assert len(stand_ins) == 9 and all(min(s.sizes) > 0 for s in stand_ins)
 
 

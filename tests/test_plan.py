@@ -288,6 +288,7 @@ def test_what_does_not_fit_is_refused_before_it_is_loaded(monkeypatch: pytest.Mo
 
     class Card(CPUBackend):
         name = "card"
+        is_host = False
 
         def memory(self, reset_peak: bool = False) -> Memory:
             return Memory(10**8, 6 * 10**7, None)

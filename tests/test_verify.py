@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from gaudi_emulator import emulate, hpex, lowering
 from gaudi_emulator.device import Device
 from gaudi_emulator.graphs import HPUGraph, Recording
-from lantern_hpu.backends import OWN_KERNELS
+from lantern_hpu.backends import BACKENDS
 from lantern_hpu.backends.base import Queue
 from lantern_hpu.backends.candidates import Candidate, candidates_of
 from lantern_hpu.backends.cuda import kernels as triton
@@ -197,7 +197,7 @@ def asked(kind: str, graphs: str = "hpu_graph", model: str = "") -> Iterator[Ask
             yield made
 
 
-@pytest.mark.parametrize("name", OWN_KERNELS["hpu"])
+@pytest.mark.parametrize("name", BACKENDS["hpu"].kernels)
 def test_wrong_kernel_is_refuted_though_another_serves(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,7 +213,7 @@ def test_wrong_kernel_is_refuted_though_another_serves(
         state, detail, numbers = question.answer(name)
         assert state == "refuted" and "is allowed" in detail
         assert numbers["serves"] in ("plain", "matmul_attention")
-        others = [other for other in OWN_KERNELS["hpu"] if other != name]
+        others = [other for other in BACKENDS["hpu"].kernels if other != name]
         assert {question.answer(other)[0] for other in others} == {"confirmed"}
 
 
@@ -311,7 +311,7 @@ def test_memory_that_refuses_its_second_life_is_refuted(
 
 def test_every_kernel_that_a_device_has_is_asked() -> None:
     with asked("kernels") as question:
-        assert set(candidates_of(question.backend, torch.float32)) == set(OWN_KERNELS["hpu"])
+        assert set(candidates_of(question.backend, torch.float32)) == set(BACKENDS["hpu"].kernels)
 
 
 def test_kernel_that_a_release_lacks_is_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -500,7 +500,7 @@ def halved(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrong
 
 
-@pytest.mark.parametrize("wrong", OWN_KERNELS["cuda"])
+@pytest.mark.parametrize("wrong", BACKENDS["cuda"].kernels)
 def test_each_triton_kernel_is_asked_and_can_be_refuted(
     wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -524,7 +524,7 @@ def test_each_triton_kernel_is_asked_and_can_be_refuted(
 @pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")
 def test_every_triton_kernel_is_a_question() -> None:
     found = triton.triton_candidates(torch.device("cpu"), torch.float32)
-    assert set(found) == set(OWN_KERNELS["cuda"])
+    assert set(found) == set(BACKENDS["cuda"].kernels)
 
 
 def test_plain_twins_of_triton_kernels_run_on_the_processor() -> None:

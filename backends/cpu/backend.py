@@ -211,6 +211,7 @@ class CPUBackend(Backend):
         "compile": "inductor, with the layout plain: the first warm-up takes a minute, later ones seconds",
     }
 
+    is_host = True
     layouts = LAYOUTS
     quantized = QUANTIZED
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lantern_hpu import __version__
-from lantern_hpu.backends import HOST, DeviceOptions, prepare
+from lantern_hpu.backends import DeviceOptions, is_host, prepare
 from lantern_hpu.commands import options
 from lantern_hpu.core import Request, Sampling, check_prompt, check_text, size_of
 from lantern_hpu.decode.spec import batch_size_for
@@ -230,7 +230,7 @@ def job_of_png(args: argparse.Namespace) -> GenerateJob:
         hint = f"lantern-hpu stretch {name} --output FOLDER, then --model FOLDER with --prompt and --seed"
         raise OptionError(what, hint=hint)
     # Images of a processor that do not name them were drawn by the plain kernels, or by others with the same bits
-    kernels = "plain" if config.get("device") == HOST else "auto"
+    kernels = "plain" if is_host(config.get("device")) else "auto"
     device = {
         "dtype": config["dtype"],
         "quantize": config.get("quantize") or None,
@@ -257,7 +257,7 @@ def job_of_png(args: argparse.Namespace) -> GenerateJob:
 
 def threads_again(args: argparse.Namespace, data: dict[str, Any]) -> int:
     """Those of the processor that drew an image, by `read_png`, where there are as many and no others are asked for."""
-    stored = data["threads"] if data["config"].get("device") == HOST else 0
+    stored = data["threads"] if is_host(data["config"].get("device")) else 0
     usable = 0 < stored <= (os.cpu_count() or 1)
     threads: int = args.threads or (stored if usable else 0)
     if stored not in (0, threads):
@@ -452,7 +452,7 @@ def show_decided(pipeline: LanternPipeline, *what: str) -> None:
     """Say what a processor took where that was left to it; a card has little to choose."""
     decided = pipeline.fit.decided
     details = [f"{name} {decided[name]}" for name in what if name in decided]
-    if details and pipeline.backend.name == HOST:
+    if details and pipeline.backend.is_host:
         print("; ".join(details), file=sys.stderr)
 
 

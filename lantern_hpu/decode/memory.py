@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from lantern_hpu.backends import (
     ACCELERATOR,
     BYTES,
-    HOST,
     KEEP_TEXT,
     QUANTIZED,
     DeviceOptions,
@@ -278,7 +277,7 @@ def check_room(
 
     backend = fit.backend
     free = backend.memory().free
-    if free is None or backend.name == HOST:
+    if free is None or backend.is_host:
         return
     alone, dtype = DraftTree.root_only(), dtype_name(fit.dtype)
     setup = Setup(dtype, 1, False, alone, options.keep_text, quantize=options.quantize)
@@ -319,7 +318,7 @@ def check_batch(model: ModelConfig, spec: Spec, backend: Backend, dtype: str) ->
         return sum(engine_bytes([setup_for(model, replace(spec, images=images), dtype)]))
 
     free = backend.memory().free
-    if free is None or backend.name != HOST or need(spec.images) <= free:
+    if free is None or not backend.is_host or need(spec.images) <= free:
         return
     most = bisect_right(range(1, spec.images), free, key=need)
     what = f"{spec.images} images at a time need {amount(need(spec.images))} beside the weights"

@@ -6,10 +6,9 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lantern_hpu.backends import BACKENDS, HOST, get_backend, prepare
+from lantern_hpu.backends import BACKENDS, get_backend, prepare
 from lantern_hpu.decode.memory import (
     DeviceMemory,
     Setup,
@@ -84,7 +83,7 @@ def find_device(device: str, memory: str | None, parameters: int) -> DeviceMemor
         return DeviceMemory(given, "as given")
     prepare(name)
     if given:
-        return described(unasked(name), given, "as given", parameters)
+        return described(BACKENDS[name].load(), given, "as given", parameters)
     try:
         backend = get_backend(name)
         result, where = backend.memory().total, f"device {backend.name}"
@@ -94,14 +93,7 @@ def find_device(device: str, memory: str | None, parameters: int) -> DeviceMemor
         if name not in BACKENDS:
             raise
         why = f"no {name} device can be asked here ({error.why})"
-        return described(unasked(name), None, why, parameters)
-
-
-def unasked(name: str) -> Backend:
-    """A backend whether or not its device is here: good for what is the same on all such devices."""
-    module, _, cls = BACKENDS[name].partition(":")
-    backend: Backend = getattr(import_module(module), cls)()
-    return backend
+        return described(BACKENDS[name].load(), None, why, parameters)
 
 
 def described(backend: Backend, memory: int | None, where: str, parameters: int) -> DeviceMemory:
@@ -111,7 +103,7 @@ def described(backend: Backend, memory: int | None, where: str, parameters: int)
         where,
         best,
         backend.quantized,
-        is_host=backend.name == HOST,
+        is_host=backend.is_host,
         drafting=backend.drafting_defaults(parameters),
         shares_pool=backend.shares_pool,
     )

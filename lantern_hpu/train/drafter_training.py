@@ -38,7 +38,6 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from lantern_hpu.backends import HOST
 from lantern_hpu.decode.acceptance_counts import Profile, profile
 from lantern_hpu.errors import OptionError, TrainingError, WeightsError
 from lantern_hpu.files import check_regular, write_file
@@ -386,7 +385,7 @@ def train(wanted: TrainRequest) -> dict[str, Any]:
         target, precision = pipeline.model.target.config, wanted.mixed_precision
         known = wanted.tokens and read_encoded(wanted.tokens, target, held_out)
         start = begin(pipeline.model, wanted.finetune, options.seed, options.read_layers())
-        accelerator = Accelerator(cpu=pipeline.backend.name == HOST, mixed_precision=precision)
+        accelerator = Accelerator(cpu=pipeline.backend.is_host, mixed_precision=precision)
         result = check_wiring(pipeline, prompts[0])
         if accelerator.is_main_process:
             print(f"wiring: the target as its own drafter, {result}", file=sys.stderr)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lantern_hpu.backends import HOST, DeviceOptions, get_backend
+from lantern_hpu.backends import DeviceOptions, get_backend
 from lantern_hpu.backends.base import Backend
 from lantern_hpu.backends.candidates import LACKING, candidates_of, difference
 from lantern_hpu.backends.hpu import errors as hpu_errors
@@ -82,8 +82,8 @@ class Asked:
     @cached_property
     def host(self) -> LanternPipeline:
         """The model on the CPU, with the plain step."""
-        plain: dict[str, Any] = {"graphs": "eager", "kernels": "plain", "layout": "plain"}
-        made = LanternPipeline.from_pretrained(self.model, device=HOST, dtype="float32", **plain)
+        plain = DeviceOptions(kernels="plain", layout="plain").on_host("float32", "eager")
+        made = LanternPipeline.from_pretrained(self.model, **vars(plain))
         return self.stack.enter_context(closing(made))
 
     def drawn(self, pipeline: LanternPipeline, method: str) -> tuple[list[int], int, GraphReport]:
@@ -253,7 +253,7 @@ class Asked:
     def memory(self, pipeline: LanternPipeline, method: str) -> dict[str, Any]:
         """Bytes at the peak, and those that `plan` counts."""
         peak, backend = pipeline.backend.memory().peak, pipeline.backend
-        counted = DeviceMemory(None, "", "float32", (), backend.name == HOST)
+        counted = DeviceMemory(None, "", "float32", (), backend.is_host)
         how = {"batch_size": 1, "guidance": True, "quantize": None, "keep_text": "host"}
         setup: Setup = setup_of(
             Counted(pipeline.model.config), counted, "float32", method, None, **how

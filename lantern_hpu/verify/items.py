@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Literal, NamedTuple
 
-from lantern_hpu.backends import GAUDI, OWN_KERNELS
+from lantern_hpu.backends import BACKENDS
 from lantern_hpu.backends.hpu import env as hpu_env
 from lantern_hpu.methods.setting import METHODS
 
 State = Literal["confirmed", "refuted", "unanswered"]
+KINDS = ("facts", "kernels", "caches", "methods", "cuts", "distribution", "bench")  # cheapest first
 CUTS_REFUSED = "PT_HPU_USE_EAGER_FALLBACK"  # 0: the compiler raises where it would cut a graph
 DRAWS, ANEW = "draws", "engines recorded anew"  # beside kernels, and beside methods
 GROUPED = "ar, grouped heads"  # beside caches: a small model in which queries share keys
@@ -25,9 +26,9 @@ DRAWN = ("ar", "scd", "sjd-pac", "jacobi", "eagle")
 class Stage:
     """A process: one graph mode of one device."""
 
-    kind: str  # `facts`, `kernels`, `caches`, `methods`, `cuts`, `distribution` or `bench`
+    kind: str  # of `KINDS`
     graphs: str
-    device: str = GAUDI
+    device: str = next(iter(BACKENDS))
     release: str = hpu_env.DEFAULT.name  # of Gaudi's software, whose facts are asked
 
     @property
@@ -62,14 +63,13 @@ class Result:
 
 def stages_of(device: str) -> list[Stage]:
     """The stages of a device, the cheapest first."""
-    modes = ["hpu_graph", "compile"] if device == GAUDI else ["auto", "compile"]
-    pairs = [("facts", mode) for mode in ("hpu_graph", "eager") if device == GAUDI]
-    pairs += [("kernels", modes[0])] if device in OWN_KERNELS else []
-    pairs += [(kind, mode) for kind in ("caches", "methods") for mode in modes]
-    pairs += [("cuts", "compile")] if device == GAUDI else []
+    known = BACKENDS[device]
+    pairs = [(kind, mode) for kind in ("caches", "methods") for mode in known.modes]
+    pairs += [(kind, known.modes[0]) for kind in ("distribution", "bench")]
+    pairs += [("kernels", known.modes[0])] if known.kernels else []
     release = hpu_env.release_of().name
-    pairs += [("distribution", modes[0]), ("bench", modes[0])]
-    return [Stage(*pair, device, release) for pair in pairs]
+    stages = [Stage(*pair, device, release) for pair in (*known.stages, *pairs)]
+    return sorted(stages, key=lambda stage: KINDS.index(stage.kind))
 
 
 NO_FACTS = "gaudi_emulator, which has them, is not installed"
@@ -90,7 +90,7 @@ def items_of(stage: Stage) -> Iterator[Question]:
         known = facts.facts_for(stage.graphs, stage.release) if facts else [("facts", NO_FACTS)]
         yield from (Question(name, source) for name, source in known)
     elif stage.kind == "kernels":
-        yield from (Question(name, "its plain twin") for name in OWN_KERNELS[stage.device])
+        yield from (Question(name, "its plain twin") for name in BACKENDS[stage.device].kernels)
         yield Question(DRAWS, "sums in float64")
     elif stage.kind == "caches":
         yield from (Question(name, "the plain step on the CPU") for name in (*CACHES, GROUPED))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lantern_hpu import __version__
-from lantern_hpu.backends import BACKENDS, GAUDI
+from lantern_hpu.backends import BACKENDS
 from lantern_hpu.backends.hpu import env as hpu_env
 from lantern_hpu.bench.report import write_report
 from lantern_hpu.errors import OptionError, OutputError, choices, option, require
@@ -29,7 +29,7 @@ LEAST = 5.0  # seconds that are worth beginning a stage for
 class VerifyRequest:
     """The options of a run."""
 
-    device: str = option(GAUDI, ", ".join(BACKENDS))
+    device: str = option(next(iter(BACKENDS)), ", ".join(BACKENDS))
     model: str = option("builtin", "`builtin`, or a model folder")
     output: Path = option(Path("verify.json"), "report file", metavar="FILE.json")
     minutes: float = option(10.0, "time limit; remaining checks are left open: above 0")
@@ -54,7 +54,7 @@ class Report:
     seconds: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
-        gaudi = self.wanted.device == GAUDI
+        gaudi = bool(BACKENDS[self.wanted.device].stages)
         checks = hpu_env.checks() if gaudi else []
         return {
             "kind": KIND,

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 
-from lantern_hpu.backends import HOST, DeviceOptions, prepare
+from lantern_hpu.backends import DeviceOptions, prepare
 from lantern_hpu.commands import options
 from lantern_hpu.commands.options import Parser, add_fields, from_args, given_fields
 from lantern_hpu.core import Sampling
@@ -143,7 +143,7 @@ def evaluate(wanted: EvaluateRequest, argv: Sequence[str]) -> str:
     """Draw, score and write. -> the table"""
     library, device = wanted.library, wanted.device
     if wanted.workers is not None:  # what cards there are is for those who draw
-        device = replace(device, device=HOST, dtype="auto", graphs="auto")
+        device = device.on_host()
     prepare(device.device, device.graphs)  # before torch is imported
     from lantern_hpu.bench.report import heading
     from lantern_hpu.pipeline import LanternPipeline
