@@ -21,9 +21,9 @@ from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import read_png
 from lantern_hpu.serve import app
 from lantern_hpu.serve.calls import read_call
-from lantern_hpu.serve.menu import make_menu
 from lantern_hpu.serve.options import ServeOptions
 from lantern_hpu.serve.protocol import ImagesRequest
+from lantern_hpu.serve.served import make_served_model
 from tests.test_serve import Running, lines_of, served
 
 NAMES = ("dall-e-3", "gpt-image-1", "org/own-model")
@@ -136,7 +136,7 @@ def test_a_picture_has_an_address_for_a_while(
 
 def test_a_negative_prompt_is_drawn_away_from(public: Path) -> None:
     pipeline = LanternPipeline.from_pretrained(str(public / "emu3"))
-    menu = make_menu(pipeline, ServeOptions(str(public / "emu3"), methods=("ar",)))
+    menu = make_served_model(pipeline, ServeOptions(str(public / "emu3"), methods=("ar",)))
     asked = ImagesRequest.model_validate({"prompt": "cat", "negative_prompt": "dog", "seed": 1})
     (request,) = read_call(asked, menu).requests
     assert request.negative == "dog"
@@ -150,7 +150,7 @@ def test_a_default_beyond_the_codebook_is_all_of_it(pipeline: LanternPipeline) -
     model = pipeline.model
     model.sampling, usual = replace(model.sampling, top_k=100_000), model.sampling
     try:
-        menu = make_menu(pipeline, ServeOptions("tiny", methods=("ar",)))
+        menu = make_served_model(pipeline, ServeOptions("tiny", methods=("ar",)))
         assert (
             read_call(ImagesRequest.model_validate({"prompt": "cat"}), menu)
             .requests[0]

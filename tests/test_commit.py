@@ -24,9 +24,9 @@ from lantern_hpu.methods.setting import Resolved, Setting
 from lantern_hpu.ops.sampling import noise_keys, uniforms
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.serve.calls import read_call
-from lantern_hpu.serve.menu import make_menu
 from lantern_hpu.serve.options import ServeOptions
 from lantern_hpu.serve.protocol import ApiError, ImagesRequest
+from lantern_hpu.serve.served import make_served_model
 from lantern_hpu.tree import Window, load_tree
 from lantern_lab.evaluate.options import FidelityOptions
 from lantern_lab.fidelity import fidelity_rows
@@ -332,7 +332,9 @@ def test_fidelity_reads_the_meter(model: Path) -> None:
 
 def test_a_server_says_which_schedule_it_serves(model: Path) -> None:
     pipeline = LanternPipeline.from_pretrained(str(model), device="cpu")
-    menu = make_menu(pipeline, ServeOptions(str(model), methods=("scd@9:commit=3", "ar"), slots=2))
+    menu = make_served_model(
+        pipeline, ServeOptions(str(model), methods=("scd@9:commit=3", "ar"), slots=2)
+    )
     assert menu.methods["scd"].spec.max_step_tokens == 3
     call = read_call(
         ImagesRequest.model_validate({"prompt": "red cat", "window": "9:commit=3"}), menu

@@ -17,9 +17,9 @@ from lantern_hpu.commands import generate
 from lantern_hpu.errors import PYTHON_NAMES, Arg, LanternError, OptionError, as_option, words
 from lantern_hpu.fields import IMAGE_PARAMS, ImageParams
 from lantern_hpu.serve.calls import read_call
-from lantern_hpu.serve.menu import Menu, make_menu
 from lantern_hpu.serve.options import ServeOptions
 from lantern_hpu.serve.protocol import ApiError, ImagesRequest, invalid
+from lantern_hpu.serve.served import ServedModel, make_served_model
 from scripts.docs.reference_pages import image_parameters
 
 # Values that each argument refuses, with what else is given
@@ -92,14 +92,14 @@ def test_a_call_refuses_in_its_arguments(
 
 
 @pytest.fixture(scope="module")
-def menu(pipeline: LanternPipeline) -> Menu:
-    return make_menu(pipeline, ServeOptions("tiny", methods=("lantern++", "scd@8", "ar")))
+def served(pipeline: LanternPipeline) -> ServedModel:
+    return make_served_model(pipeline, ServeOptions("tiny", methods=("lantern++", "scd@8", "ar")))
 
 
-def refusal(body: dict[str, Any], menu: Menu) -> ApiError | None:
+def refusal(body: dict[str, Any], served: ServedModel) -> ApiError | None:
     """What a server answers to a body that it refuses."""
     try:
-        read_call(ImagesRequest.model_validate(body), menu)
+        read_call(ImagesRequest.model_validate(body), served)
     except ValidationError as error:
         return invalid([{**one, "loc": ("body", *one["loc"])} for one in error.errors()])
     except ApiError as error:
@@ -109,12 +109,12 @@ def refusal(body: dict[str, Any], menu: Menu) -> ApiError | None:
 
 @each_bad_value
 def test_a_request_refuses_in_its_fields(
-    name: str, value: Any, more: dict[str, Any], menu: Menu
+    name: str, value: Any, more: dict[str, Any], served: ServedModel
 ) -> None:
     field = IMAGE_PARAMS[name].field
     if not field:
         pytest.skip("no field of a request")
-    refused = refusal({"prompt": "cat", field: value, **more}, menu)
+    refused = refusal({"prompt": "cat", field: value, **more}, served)
     assert refused is not None and refused.param == field
     assert not OPTION.search(refused.message.partition("where the server has")[0])
 

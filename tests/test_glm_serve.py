@@ -56,7 +56,7 @@ def post(client: TestClient, **fields: Any) -> httpx.Response:
 
 
 def captures(decoder: DecodeThread) -> list[int]:
-    return [lane.batch.engine.captures for lane in decoder.all_lanes()]
+    return [slots.engine.captures for slots in decoder.all_slots]
 
 
 @pytest.mark.slow

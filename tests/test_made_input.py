@@ -22,9 +22,9 @@ from lantern_hpu.models.model import Placement
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.prompts import numbered_prompts
 from lantern_hpu.serve.calls import read_call
-from lantern_hpu.serve.menu import make_menu
 from lantern_hpu.serve.options import ServeOptions
 from lantern_hpu.serve.protocol import ApiError, ImagesRequest
+from lantern_hpu.serve.served import make_served_model
 from lantern_hpu.zoo.find import find_parts
 from scripts.checkpoints.files import draw_all
 from scripts.checkpoints.llamagen import VQ16, gpt_shapes, write_llamagen_vq
@@ -227,7 +227,7 @@ def test_a_body_is_drawn_as_it_says_or_refused(
 ) -> None:
     body = body_of(seed)
     try:
-        call = read_call(ImagesRequest.model_validate(body), make_menu(pipeline, options))
+        call = read_call(ImagesRequest.model_validate(body), make_served_model(pipeline, options))
     except (ApiError, ValidationError):
         return
     given = {name: value for name, value in body.items() if value is not None}

@@ -123,7 +123,7 @@ def ask_generated(server: Running, count: int) -> list[int]:
 
         ask()
         assert client.get(server.url + "/livez").status_code == 200
-    server.until(lambda: not server.decoder.open_jobs)
+    server.until(lambda: not server.decoder.queue.open_jobs)
     assert server.metric("recompiles_after_readiness") == 0
     return statuses
 

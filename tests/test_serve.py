@@ -51,18 +51,13 @@ from lantern_hpu.results.images import read_png
 from lantern_hpu.serve import app as middleware
 from lantern_hpu.serve import process
 from lantern_hpu.serve.app import make_app
-from lantern_hpu.serve.decoder import (
-    DecodeThread,
-    Done,
-    Job,
-    Partial,
-    lane_specs,
-    seconds_until_room,
-)
-from lantern_hpu.serve.menu import ONE_SHAPE
+from lantern_hpu.serve.decoder import DecodeThread
+from lantern_hpu.serve.engines import specs_to_capture
 from lantern_hpu.serve.options import ServeOptions
 from lantern_hpu.serve.process import Protocol, Server
 from lantern_hpu.serve.protocol import ApiError, ImagesRequest
+from lantern_hpu.serve.queue import Done, Job, Partial, seconds_until_room
+from lantern_hpu.serve.served import ONE_SHAPE
 
 DEFAULT_TIMEOUT_CONFIG.read = DEFAULT_TIMEOUT_CONFIG.connect = 120.0  # a busy machine is no failure
 
@@ -155,7 +150,7 @@ def test_the_openai_client_draws_what_generate_draws(
     client = openai.OpenAI(base_url=server.url + "/v1", api_key="none")
     extra = {"seed": 7, "method": method}
     answer = client.images.generate(
-        prompt="red cat", model=server.decoder.menu.model, n=2, size="auto", extra_body=extra
+        prompt="red cat", model=server.decoder.served.name, n=2, size="auto", extra_body=extra
     )
     assert answer.data is not None and len(answer.data) == 2
     for i, image in enumerate(answer.data):
@@ -232,12 +227,12 @@ def test_images_that_come_at_random_are_those_of_generate(
             assert answer.status_code == 200, answer.text
             drawn = pixels(answer.json()["data"][0]["b64_json"])
             assert np.array_equal(drawn, wanted(pipeline, "red cat", i, METHODS[i % 3]))
-    server.until(lambda: not server.decoder.open_jobs)
+    server.until(lambda: not server.decoder.queue.open_jobs)
     assert server.metric("recompiles_after_readiness") == before == 0
 
 
 def test_an_image_that_comes_alone_is_drawn_in_a_single_slot(server: Running) -> None:
-    lone, many = (lane.batch.engine.step.stats for lane in server.decoder.lanes["ar", ONE_SHAPE])
+    lone, many = (slots.engine.step.stats for slots in server.decoder.engines["ar", ONE_SHAPE])
     before = (lone.replays, many.replays)
     assert server.post(prompt="cat", method="ar").status_code == 200
     assert lone.replays > before[0] and many.replays == before[1]
@@ -251,26 +246,25 @@ def test_an_image_that_began_alone_begins_again_among_others(
 
     def join(self: DecodeThread) -> None:
         if self.running and not waited:  # its first partial picture brings the other
-            while not self.waiting:
-                self.pixels.do_here()
-                self.text.do_here()
+            while not self.queue.waiting:
+                self.tasks.do_here()
             waited.append(True)
         real(self)
 
     monkeypatch.setattr(DecodeThread, "join", join)
     heard: list[Partial | Done | ApiError] = []
     answers: list[Partial | Done | ApiError] = []
-    request, deadline = Request("cat", 0, server.decoder.menu.sampling), time.monotonic() + 300
+    request, deadline = Request("cat", 0, server.decoder.served.sampling), time.monotonic() + 300
 
     def tell(event: Partial | Done | ApiError) -> None:
         if not heard:
             server.decoder.submit([Job(request, "ar", deadline, (), answers.append)])
         heard.append(event)
 
-    many = server.decoder.lanes["ar", ONE_SHAPE][-1].batch.engine.step.stats
+    many = server.decoder.engines["ar", ONE_SHAPE][-1].batch.engine.step.stats
     before, queued = many.replays, server.metric("request_queue_time_seconds_count")
     server.decoder.submit([Job(request, "ar", deadline, (1, 2), tell)])
-    server.until(lambda: answers and not server.decoder.open_jobs)
+    server.until(lambda: answers and not server.decoder.queue.open_jobs)
     assert server.metric("request_queue_time_seconds_count") == queued + 2
     assert many.replays > before
     assert [event.rows for event in heard if isinstance(event, Partial)] == [1, 2]
@@ -328,16 +322,16 @@ def test_an_error_of_one_image_fails_it_alone(
             heard[seed] = event
 
         prompt = "bad cat" if seed == BAD_SEED else "cat"
-        request = Request(prompt, seed, decoder.menu.sampling)
+        request = Request(prompt, seed, decoder.served.sampling)
         return Job(request, "ar", time.monotonic() + 300, (), send)
 
     seeds = range(20)
     monkeypatch.setattr(decoder, "options", replace(decoder.options, queue=21))
     if stage == "text":  # it is read again for the batch, so that the stage before must stop it
         monkeypatch.setattr(WordConditioner, "prepare", lambda self, ps: list(map(self.split, ps)))
-    server.until(lambda: not decoder.open_jobs)
+    server.until(lambda: not decoder.queue.open_jobs)
     decoder.submit([*map(job, seeds[:9]), job(BAD_SEED), *map(job, seeds[9:])])
-    server.until(lambda: not decoder.open_jobs)
+    server.until(lambda: not decoder.queue.open_jobs)
     assert heard[BAD_SEED].status_code == 500 and "err-" in str(heard[BAD_SEED])
     assert "bad cat" not in caplog.text and heard[BAD_SEED].message[-20:] in caplog.text
     assert decoder.failure is None and decoder.ready
@@ -361,7 +355,7 @@ def test_only_a_device_that_draws_nothing_ends_the_process(
             heard.append((httpx.get(running.url + "/health").json()["status"], event))
 
         monkeypatch.setattr(Engine, "advance", broken)
-        request = Request("cat", 0, running.decoder.menu.sampling)
+        request = Request("cat", 0, running.decoder.served.sampling)
         running.decoder.submit(
             [Job(request, "ar", time.monotonic() + 300, (), send) for _ in range(3)]
         )
@@ -413,7 +407,7 @@ def seeded(decoder: DecodeThread, count: int) -> tuple[list[Job], list[int], dic
             heard[seed] = event
             order.append(seed)
 
-        request = Request("cat", seed, decoder.menu.sampling)
+        request = Request("cat", seed, decoder.served.sampling)
         return Job(request, "ar", time.monotonic() + 300, (), send)
 
     return [job(seed) for seed in range(count)], order, heard
@@ -430,9 +424,9 @@ def test_images_go_on_while_the_pixels_of_one_are_made(
         until(lambda: decoder.unpainted >= 4 and not decoder.running)
         time.sleep(0.1)
         assert 4 <= decoder.unpainted <= 6 and begun == [0] and not heard
-        assert decoder.queued == 12 - decoder.unpainted and decoder.retry_after(1) >= 1
+        assert decoder.queue.queued == 12 - decoder.unpainted and decoder.retry_after(1) >= 1
         go.set()
-        until(lambda: not decoder.open_jobs)
+        until(lambda: not decoder.queue.open_jobs)
     assert order == begun and sorted(order) == list(range(12))
     want = pipeline("cat", num_images_per_prompt=12, seed=0, method="ar").images
     assert all(np.array_equal(heard[i].drawn.image, want[i]) for i in range(12))
@@ -490,7 +484,7 @@ def test_text_and_pixels_of_clients_that_left_are_not_made(
         decoder.cancel([*jobs[1:], *texts])
         go.set()
         wait.set()
-        until(lambda: not decoder.open_jobs and not decoder.queued)
+        until(lambda: not decoder.queue.open_jobs and not decoder.queue.queued)
         assert begun == [0] and list(heard) == [0] and read == ["slow"]
         assert decoder.has_room
 
@@ -513,7 +507,7 @@ def test_pixels_have_the_threads_of_generate_whatever_a_step_takes(
             with threads_set(1):  # what new threads would begin with
                 jobs, *_ = seeded(decoder, 3)
                 decoder.submit(jobs)
-                until(lambda: not decoder.open_jobs)
+                until(lambda: not decoder.queue.open_jobs)
             until(lambda: decoder.alive == [decoder.thread])
     finally:
         torch.set_num_threads(before)
@@ -699,17 +693,17 @@ def test_a_client_that_leaves_with_a_second_request_waiting_is_noticed(
     """Its images are given up, as without one; more than some kilobytes of further requests are not kept."""
     body = json.dumps({"prompt": "cat", "n": 10, "method": "ar"})
     ask = "\r\n".join((*HEAD, f"Content-Length: {len(body)}", "", body))
-    server.until(lambda: not server.decoder.open_jobs)
+    server.until(lambda: not server.decoder.queue.open_jobs)
     with connection(server, ask + "GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"):
-        server.until(lambda: server.decoder.open_jobs)
-    server.until(lambda: not server.decoder.open_jobs)
+        server.until(lambda: server.decoder.queue.open_jobs)
+    server.until(lambda: not server.decoder.queue.open_jobs)
     drawn = server.metric("request_success_total")
     with connection(server, ask, "") as made, suppress(OSError):
-        server.until(lambda: server.decoder.open_jobs)
+        server.until(lambda: server.decoder.queue.open_jobs)
         for _ in range(64):
             made.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n" * 100)
         assert made.recv(1) == b""
-    server.until(lambda: not server.decoder.open_jobs)
+    server.until(lambda: not server.decoder.queue.open_jobs)
     assert server.metric("request_success_total") < drawn + 10
 
 
@@ -893,7 +887,7 @@ def test_a_huge_body_is_not_read_to_its_end(server: Running) -> None:
 def test_unknown_models_and_places_are_told_in_the_same_shape(server: Running) -> None:
     answer = server.post(prompt="cat", model="dall-e-3")
     assert answer.status_code == 404 and answer.json()["error"]["code"] == "model_not_found"
-    assert server.decoder.menu.model in answer.json()["error"]["message"]
+    assert server.decoder.served.name in answer.json()["error"]["message"]
     assert httpx.get(server.url + "/v1/nothing").json()["error"]["message"]
     assert httpx.get(server.url + PATH).status_code == 405
 
@@ -922,7 +916,7 @@ def test_room_comes_when_enough_images_have_found_a_slot(
 def test_retry_after_is_about_when_there_is_room(server: Running, slow: None) -> None:
     """Twelve wait and three are drawn: a thirteenth has room when the first of those three is done."""
     decoder, late = server.decoder, time.monotonic() + 300
-    server.until(lambda: not decoder.open_jobs)
+    server.until(lambda: not decoder.queue.open_jobs)
     jobs = [job("ar", late)[0] for _ in range(15)]
     decoder.submit(jobs[:3])
     server.until(lambda: decoder.running == 3)
@@ -930,10 +924,10 @@ def test_retry_after_is_about_when_there_is_room(server: Running, slow: None) ->
     with pytest.raises(ApiError) as refused:
         decoder.submit([job("ar", late)[0]])
     began, promised = time.monotonic(), int((refused.value.headers or {})["Retry-After"])
-    server.until(lambda: len(decoder.waiting) < 12)
+    server.until(lambda: len(decoder.queue.waiting) < 12)
     assert promised <= 1 + 4 * (time.monotonic() - began) + 1
     decoder.cancel(jobs)
-    server.until(lambda: not decoder.open_jobs)
+    server.until(lambda: not decoder.queue.open_jobs)
 
 
 def test_engines_share_the_time_whatever_a_turn_of_theirs_takes(
@@ -951,23 +945,26 @@ def test_engines_share_the_time_whatever_a_turn_of_theirs_takes(
         real(self, soon)
         steps += self.queued - before
         method = next(
-            m for (m, _), ls in server.decoder.lanes.items() for x in ls if x.batch is self
+            m
+            for (m, _), several in server.decoder.engines.items()
+            for one in several
+            if one.batch is self
         )
         share.extend([method] * (self.queued - before))
 
     decoder = server.decoder
-    server.until(lambda: not decoder.open_jobs)
+    server.until(lambda: not decoder.queue.open_jobs)
     monkeypatch.setattr(decoder, "clock", lambda: float(steps))
     monkeypatch.setattr(Batch, "advance", advance)
     monkeypatch.setattr(DecodeThread, "has_room", True)
     late = time.monotonic() + 300
 
     def jobs(method: str, shows: tuple[int, ...]) -> list[Job]:
-        request = Request("cat", 3, decoder.menu.sampling)
+        request = Request("cat", 3, decoder.served.sampling)
         return [Job(request, method, late, shows, lambda event: None) for _ in range(6)]
 
     decoder.submit([*jobs("jacobi", (1, 2, 3)), *jobs("ar", ())])
-    server.until(lambda: not decoder.open_jobs)
+    server.until(lambda: not decoder.queue.open_jobs)
     both = min(len(share) - share[::-1].index(method) for method in ("ar", "jacobi"))
     ahead = np.cumsum([1 if method == "ar" else -1 for method in share[:both]])
     assert both > 20 and abs(ahead).max() <= 16
@@ -1040,7 +1037,7 @@ def test_a_client_that_goes_away_frees_its_slot(server: Running, slow: None) -> 
     with pytest.raises(httpx.TimeoutException):
         httpx.post(server.url + PATH, json={"prompt": "cat", "method": "ar"}, timeout=soon)
     server.until(lambda: server.metric("request_cancelled_total") == before + 2)
-    server.until(lambda: not server.decoder.open_jobs)
+    server.until(lambda: not server.decoder.queue.open_jobs)
 
 
 def job(method: str, deadline: float) -> tuple[Job, list[Partial | Done | ApiError]]:
@@ -1053,7 +1050,7 @@ def test_an_image_past_its_deadline_is_given_up(server: Running) -> None:
     server.decoder.submit([late])
     server.until(lambda: heard)
     assert isinstance(heard[0], ApiError) and heard[0].status_code == 504
-    server.until(lambda: not server.decoder.open_jobs)
+    server.until(lambda: not server.decoder.queue.open_jobs)
 
 
 # How it is
@@ -1131,7 +1128,9 @@ def test_it_is_alive_before_it_is_ready_and_says_what_it_serves(server: Running)
     for path in ("/readyz", "/health"):
         assert httpx.get(server.url + path).status_code == 200
     models = httpx.get(server.url + "/v1/models").json()["data"]
-    assert models[0]["id"] == server.decoder.menu.model and list(models[0]["methods"]) == [*METHODS]
+    assert models[0]["id"] == server.decoder.served.name and list(models[0]["methods"]) == [
+        *METHODS
+    ]
     assert openai.OpenAI(base_url=server.url + "/v1", api_key="x").models.list().data
     assert httpx.get(server.url + "/version").json()["version"]
     methods = models[0]["methods"]
@@ -1220,8 +1219,8 @@ def test_what_auto_chose_is_served_with_its_tree_and_each_setting_as_written(mod
 
     def trees(*methods: str, slots: int = 3, tree: str | None = None) -> dict[str, str]:
         options = ServeOptions(str(model), methods=methods, slots=slots, tree=tree)
-        menu = DecodeThread(pipeline, options).menu
-        return {name: served.setting.tree.name for name, served in menu.methods.items()}
+        served_model = DecodeThread(pipeline, options).served
+        return {name: served.setting.tree.name for name, served in served_model.methods.items()}
 
     assert trees("auto", slots=1) == {"scd": "scd:3"}
     assert trees("auto", "ar") == {"eagle": "flat_4", "ar": "root"}
@@ -1238,10 +1237,10 @@ def test_what_auto_chose_is_served_with_its_tree_and_each_setting_as_written(mod
 
 
 def test_speculation_is_offered_unasked_and_is_lossless(pipeline: LanternPipeline) -> None:
-    menu = DecodeThread(pipeline, ServeOptions(pipeline.model.name)).menu
-    assert next(iter(menu.methods)) == pipeline.resolve("auto", 8).method
-    assert {"scd", "ar"} <= set(menu.methods)
-    assert menu.methods["scd"].setting.relaxation == EXACT
+    served_model = DecodeThread(pipeline, ServeOptions(pipeline.model.name)).served
+    assert next(iter(served_model.methods)) == pipeline.resolve("auto", 8).method
+    assert {"scd", "ar"} <= set(served_model.methods)
+    assert served_model.methods["scd"].setting.relaxation == EXACT
 
 
 def test_nothing_is_taken_before_readiness_or_while_draining(model: Path) -> None:
@@ -1508,7 +1507,7 @@ def test_images_that_are_not_done_in_time_are_told_so(model: Path, slow: None) -
 
 
 def test_options_refuse_what_makes_no_sense() -> None:
-    with pytest.raises(OptionError, match="--shutdown-timeout"):
+    with pytest.raises(OptionError, match="shutdown_timeout"):
         ServeOptions(shutdown=-1)
 
 
@@ -1530,9 +1529,10 @@ def test_engines_that_do_not_fit_together_are_refused_before_anything_is_capture
     """Room for the engines of one method, or of both with fewer slots: the refusal says which."""
     pipeline = LanternPipeline.from_pretrained(str(model))
     options = ServeOptions(str(model), methods=("scd", "ar"), slots=6)
-    menu = DecodeThread(pipeline, options).menu
+    served_model = DecodeThread(pipeline, options).served
     scd, both = (
-        [*chain(*lane_specs(dict(list(menu.methods.items())[:n]), 6).values())] for n in (1, 2)
+        [*chain(*specs_to_capture(dict(list(served_model.methods.items())[:n]), 6).values())]
+        for n in (1, 2)
     )
     monkeypatch.setattr(host, "available_bytes", lambda: 0)
     one, two = pipeline.engines.lacking(scd), pipeline.engines.lacking(both)
@@ -1540,9 +1540,9 @@ def test_engines_that_do_not_fit_together_are_refused_before_anything_is_capture
     with pytest.raises(DeviceError, match="scd, ar with 6 slots do not fit together") as refused:
         DecodeThread(pipeline, options)
     assert not pipeline.engines.engines
-    slots, methods = re.findall(r"--slots (\d+) or --methods (\S+) fits", refused.value.hint)[0]
-    assert 1 <= int(slots) < 6 and methods == "scd"
-    DecodeThread(pipeline, replace(options, slots=int(slots)))
+    slots, methods = (arg.value for arg in refused.value.hint.args)
+    assert isinstance(slots, int) and 1 <= slots < 6 and methods == "scd"
+    DecodeThread(pipeline, replace(options, slots=slots))
     DecodeThread(pipeline, replace(options, methods=("scd",)))
 
 

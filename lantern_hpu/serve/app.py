@@ -22,10 +22,11 @@ from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.results.images import encode
 from lantern_hpu.serve import protocol
 from lantern_hpu.serve.api_page import api_page
-from lantern_hpu.serve.calls import Call, check_name, read_call
-from lantern_hpu.serve.decoder import DecodeThread, Done, Event, Job, Partial
+from lantern_hpu.serve.calls import ParsedRequest, check_name, read_call
+from lantern_hpu.serve.decoder import DecodeThread
 from lantern_hpu.serve.options import MAX_BODY, ServeOptions
 from lantern_hpu.serve.protocol import ApiError
+from lantern_hpu.serve.queue import Done, Event, Job, Partial
 
 with needing("fastapi", "the server is built on it", "serve"):
     from fastapi import APIRouter, Depends, FastAPI, Request, Response, Security
@@ -90,7 +91,7 @@ class Record:
         self.id = headers.get("x-request-id", "")[:64] or f"img-{secrets.token_hex(8)}"
         self.status, self.about = 500, dict[str, Any]()
 
-    def asked(self, call: Call) -> None:
+    def asked(self, call: ParsedRequest) -> None:
         request = call.requests[0]
         self.about |= {
             "method": call.served.setting.method,
@@ -288,7 +289,7 @@ def errors(statuses: dict[int, str]) -> dict[int | str, dict[str, Any]]:
 @router.get("/livez", responses={503: {"model": protocol.Status}})
 async def livez(decoder: TheDecoder, response: Response) -> protocol.Status:
     """Whether the decode loop runs, and text and pixels beside it; it ignores readiness."""
-    silent = decoder.silent
+    silent = decoder.seconds_since_heartbeat
     dead = decoder.failure is not None or (decoder.ready and silent > STALE)
     response.status_code = 503 if dead else 200
     return protocol.Status(status="dead" if dead else "alive", heartbeat_s=round(silent, 3))
@@ -322,26 +323,26 @@ async def metrics(decoder: TheDecoder) -> Response:
 @keyed.get("/v1/models", responses=errors({401: NO_KEY}))
 async def models(decoder: TheDecoder) -> protocol.ModelList:
     """The model by each of its names, with the methods that requests may name."""
-    menu = decoder.menu
+    model = decoder.served
     methods = {
         name: protocol.MethodCard(
             tree=served.setting.tree.name,
             relaxation=served.setting.relaxation.as_json(),
             relaxations=list(served.relaxations),
         )
-        for name, served in menu.methods.items()
+        for name, served in model.methods.items()
     }
-    sizes = [f"{width}x{height}" for height, width in menu.sizes]
+    sizes = [f"{width}x{height}" for height, width in model.sizes]
     card = protocol.ModelCard(
-        id=menu.model, methods=methods, size=sizes[0], sizes=sizes, rows=menu.rows
+        id=model.name, methods=methods, size=sizes[0], sizes=sizes, rows=model.rows
     )
-    return protocol.ModelList(data=[card.model_copy(update={"id": n}) for n in menu.names])
+    return protocol.ModelList(data=[card.model_copy(update={"id": n}) for n in model.names])
 
 
 @keyed.get("/v1/models/{name:path}", responses=errors({404: "another model"}))
 async def one_model(name: str, decoder: TheDecoder) -> protocol.ModelCard:
     """The model, if that is one of its names."""
-    check_name(name, decoder.menu)
+    check_name(name, decoder.served)
     return next(card for card in (await models(decoder)).data if card.id == name)
 
 
@@ -408,22 +409,22 @@ async def generate_images(
     asked: protocol.ImagesRequest, request: Request, decoder: TheDecoder
 ) -> protocol.ImagesResponse | Response:
     """Draw images for a prompt."""
-    call = read_call(asked, decoder.menu)
+    call = read_call(asked, decoder.served)
     await asyncio.to_thread(decoder.pipeline.model.condition.clean, asked.prompt)
     request.state.record.asked(call)
     if call.kinds == ("url",) and request.app.state.files is None:
         raise protocol.refuse("response_format", "url", "b64_json with --replicas")
-    drawing = Drawing(request, decoder, call)
+    handler = ImageRequestHandler(request, decoder, call)
     if not call.stream:
-        return await drawing.answer()
+        return await handler.answer()
     headers = {"Cache-Control": "no-store"}
-    return StreamingResponse(drawing.stream(), media_type="text/event-stream", headers=headers)
+    return StreamingResponse(handler.stream(), media_type="text/event-stream", headers=headers)
 
 
-class Drawing:
+class ImageRequestHandler:
     """The images of a request on their way, and what its answer says of them."""
 
-    def __init__(self, request: Request, decoder: DecodeThread, call: Call) -> None:
+    def __init__(self, request: Request, decoder: DecodeThread, call: ParsedRequest) -> None:
         """Queues the images."""
         self.request, self.decoder, self.call = request, decoder, call
         self.record: Record = request.state.record
@@ -437,7 +438,7 @@ class Drawing:
         self.payload: dict[str, Any] = {
             "created": int(time.time()),
             "output_format": call.output[0],
-            "model": decoder.menu.model,
+            "model": decoder.served.name,
             "size": f"{width}x{height}",
         }
         deadline = time.monotonic() + request.app.state.options.timeout

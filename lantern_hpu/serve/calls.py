@@ -16,16 +16,16 @@ from lantern_hpu.methods import relaxation as relaxations
 from lantern_hpu.methods.request import in_turn
 from lantern_hpu.methods.setting import Resolved
 from lantern_hpu.models.text.frames import no_negative
-from lantern_hpu.serve.menu import Menu, Served
 from lantern_hpu.serve.protocol import ApiError, ImagesRequest, refuse
+from lantern_hpu.serve.served import ServedMethod, ServedModel
 from lantern_hpu.tree import Tree, Window
 
 
 @dataclass(frozen=True)
-class Call:
+class ParsedRequest:
     """A request that can be honoured."""
 
-    served: Served
+    served: ServedMethod
     requests: list[Request]  # one an image
     stream: bool
     shows: tuple[int, ...]  # image rows at which a partial picture is sent
@@ -40,9 +40,9 @@ class Call:
 IDLE_FIELDS = ("quality", "style", "background", "moderation", "user")
 
 
-def read_call(asked: ImagesRequest, menu: Menu) -> Call:
+def read_call(asked: ImagesRequest, menu: ServedModel) -> ParsedRequest:
     given = asked.given()
-    check_name(given.get("model", menu.model), menu)
+    check_name(given.get("model", menu.name), menu)
     size = read_size(given, menu)
     count, stream = given.get("n", 1), given.get("stream", False)
     if stream and count > 1:
@@ -68,7 +68,7 @@ def read_call(asked: ImagesRequest, menu: Menu) -> Call:
         rule, prompts = setting.relaxation, [asked.prompt]
         negative = given.get("negative_prompt")
         if negative and not menu.takes_negative:
-            raise no_negative(menu.model)
+            raise no_negative(menu.name)
         negative = negative if menu.takes_negative else None
         requests = in_turn(prompts, range(count), seed, sampling, rule, negative, asked_size)
         need = menu.spec_of(requests[0], setting.tree)
@@ -78,16 +78,18 @@ def read_call(asked: ImagesRequest, menu: Menu) -> Call:
     idle = [name for name in IDLE_FIELDS if given.get(name, "auto") != "auto"]
     warnings = (f"{', '.join(idle)} had no effect",) if idle else ()
     kinds = (sent,) if sent else ("b64_json", "url")
-    return Call(served, requests, stream, shows, size, need, (kind, quality), kinds, warnings)
+    return ParsedRequest(
+        served, requests, stream, shows, size, need, (kind, quality), kinds, warnings
+    )
 
 
-def check_name(name: str, menu: Menu) -> None:
+def check_name(name: str, menu: ServedModel) -> None:
     if name not in menu.names:
         what = f"model {name[:60]!r} is not served here; allowed: {', '.join(menu.names)}"
         raise ApiError(404, what, "model", "model_not_found")
 
 
-def read_size(given: Mapping[str, Any], menu: Menu) -> tuple[int, int]:
+def read_size(given: Mapping[str, Any], menu: ServedModel) -> tuple[int, int]:
     """Height and width; a size that was not captured beforehand would make all others wait."""
     sizes = {f"{width}x{height}": (height, width) for height, width in menu.sizes}
     name = given.get("size", "auto")
@@ -108,7 +110,7 @@ def read_shows(given: Mapping[str, Any], rows: int, stream: bool) -> tuple[int, 
     return tuple(dict.fromkeys(rows * (i + 1) // (count + 1) for i in range(count)))
 
 
-def read_method(given: Mapping[str, Any], menu: Menu) -> Served:
+def read_method(given: Mapping[str, Any], menu: ServedModel) -> ServedMethod:
     names = list(menu.methods)
     name = given.get("method", "auto")
     if name != "auto" and name not in menu.methods:
@@ -131,7 +133,7 @@ def is_served(text: str, tree: Tree) -> bool:
         return False
 
 
-def read_setting(given: Mapping[str, Any], setting: Resolved, menu: Menu) -> Resolved:
+def read_setting(given: Mapping[str, Any], setting: Resolved, menu: ServedModel) -> Resolved:
     """What is served, relaxed as the request asks."""
     if "relax" not in given:
         return setting
@@ -139,7 +141,7 @@ def read_setting(given: Mapping[str, Any], setting: Resolved, menu: Menu) -> Res
     return replace(setting, relaxation=relaxation.fit(menu.codes))
 
 
-def check_graph(need: Spec, served: Served, given: Mapping[str, Any]) -> None:
+def check_graph(need: Spec, served: ServedMethod, given: Mapping[str, Any]) -> None:
     """Raise an ApiError where a request needs what the recorded step does not do."""
     has, method = served.spec, served.setting.method
     lacking = has.lacks(need)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from lantern_hpu.core import ImageRecord
 from lantern_hpu.errors import needing
+from lantern_hpu.methods.setting import METHODS, Resolved
 
 with needing("prometheus_client", "the server counts with it", "serve"):
     from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -58,6 +60,23 @@ class Metrics:
         """Count so many, or observe so many seconds."""
         metric = self.known[name].labels(self.model, *labels)
         metric.inc(value) if isinstance(metric, Counter) else metric.observe(value)
+
+    def count_image(self, setting: Resolved, record: ImageRecord) -> None:
+        """What an image adds to the counters of its method."""
+        values = {"request_success": 1.0, "generation_tokens": record.tokens}
+        if METHODS[setting.method].drafts:
+            values["spec_decode_num_drafts"] = record.steps
+            values["spec_decode_num_draft_tokens"] = record.steps * (setting.tree.size - 1)
+            values["spec_decode_num_accepted_tokens"] = sum(record.accepted_by_depth)
+            values["spec_decode_num_relaxed_tokens"] = record.relaxed_accepts
+            if record.tv_sum is not None and record.tv_mean is not None:
+                values |= {"spec_decode_tv": record.tv_sum, "tv_mean": record.tv_mean}
+                values["tv_max"] = record.tv_max or 0.0
+            for position, count in enumerate(record.accepted_by_depth):
+                name = "spec_decode_num_accepted_tokens_per_pos"
+                self.add(name, count, setting.method, str(position))
+        for name, value in values.items():
+            self.add(name, value, setting.method)
 
     def watch(self, name: str, about: str, value: Callable[[], float]) -> None:
         """A gauge that is read when it is asked for."""

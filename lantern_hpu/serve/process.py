@@ -170,7 +170,7 @@ class Server(uvicorn.Server):
 
         Clients are answered while their connections are still there; the steps under way are not waited for.
         """
-        name, left = signal.Signals(sig).name, len(self.decoder.open_jobs)
+        name, left = signal.Signals(sig).name, len(self.decoder.queue.open_jobs)
         if again:
             say(f"{name} again: {left} images given up")
             self.config.timeout_graceful_shutdown = HURRY
@@ -243,13 +243,13 @@ def serve(options: ServeOptions, host: str, port: int) -> int:
 
 def announce(decoder: DecodeThread, url: str) -> None:
     """Say what is warmed up, and once it is, where it is served."""
-    began, menu = time.monotonic(), decoder.menu
-    served = ", ".join(str(served.setting) for served in menu.methods.values())
+    began, model = time.monotonic(), decoder.served
+    served = ", ".join(str(served.setting) for served in model.methods.values())
     say(f"warming up {served}: each is captured and checked, for one image and for all slots")
     decoder.start(wait=True)
     if decoder.ready:
         slots = f"{decoder.options.slots} slots, warm after {time.monotonic() - began:.1f} s"
-        say(f"{url} serves {menu.model}: {', '.join(menu.methods)}; {slots}")
+        say(f"{url} serves {model.name}: {', '.join(model.methods)}; {slots}")
 
 
 # Several servers behind one port, through Ray Serve: one replica a card, each the application of a single process.

@@ -1,14 +1,29 @@
-"""Tasks beside the steps, in their thread or in one of their own: text before them, pixels after them."""
+"""Text before the steps and pixels after them: tasks of the decode thread, or of threads of their own.
+
+What passes between them and the steps is on the host: prompts' features, and tokens.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+
+from lantern_hpu.core import ImageRecord
+from lantern_hpu.decode.pixels import preview
+from lantern_hpu.errors import OptionError
+from lantern_hpu.pipeline import LanternPipeline
+from lantern_hpu.serve.calls import translated
+from lantern_hpu.serve.metrics import Metrics
+from lantern_hpu.serve.queue import Done, Job, JobQueue, Partial, average, failed
+from lantern_hpu.serve.served import ServedModel
 
 MakeContext = Callable[[], AbstractContextManager[object]]
 
@@ -81,3 +96,100 @@ class TaskQueue:
                 self.changed.notify()
                 others = bool(self.tasks)  # before `put` may start a thread for its own
         return others
+
+
+class ImageTasks:
+    """What is done for an image before and after its steps. An error of it is answered, and harms no other image.
+
+    Attributes:
+        pixels_s: seconds that the pixels of an image take, on average.
+    """
+
+    def __init__(
+        self, pipeline: LanternPipeline, served: ServedModel, queue: JobQueue, metrics: Metrics
+    ) -> None:
+        self.pipeline, self.served, self.queue, self.metrics = pipeline, served, queue, metrics
+        self.text = TaskQueue("text", queue.changed)
+        self.pixels = TaskQueue("pixels", queue.changed)
+        self.described: dict[str, dict[str, Any]] = {}  # what images of a method share
+        self.environment: dict[str, Any] = {}
+        self.pixels_s = 0.0
+
+    def begin(self) -> None:
+        """Once the engines are there: with threads of their own where the device overlaps them with the steps."""
+        self.environment = self.pipeline.environment()
+        for name, method in self.served.methods.items():
+            self.described[name] = self.pipeline.describe(method.setting)
+        if self.pipeline.backend.overlaps:
+            for queue in (self.text, self.pixels):
+                queue.make_context = self.pipeline.backend.beside()
+
+    def do_here(self) -> None:
+        """One task of each kind, where they are the decode thread's to do."""
+        self.text.do_here()
+        self.pixels.do_here()
+
+    @property
+    def waits_here(self) -> bool:
+        return self.text.waits_here or self.pixels.waits_here
+
+    def read(self, jobs: Sequence[Job]) -> None:
+        """Encode the prompts of a request. Its images then wait for slots; those whose prompt fails are answered."""
+        ready = [job for job in jobs if not self.queue.is_answered(job) and self.read_text(job)]
+        self.queue.text_is_done(jobs, ready)
+
+    def read_text(self, job: Job) -> bool:
+        """Whether a job's prompt could be read; else it is answered."""
+        began = time.monotonic()
+        try:
+            with self.pipeline.backend.errors():
+                self.pipeline.model.condition.prepare([job.request.prompt])
+            job.text = time.monotonic() - began
+            return True
+        except OptionError as error:  # it means nothing to this model
+            answer = translated(error)
+            answer.param = "prompt"
+            self.queue.answer(job, answer)
+        except Exception as error:
+            self.queue.answer(job, failed(job, "text", error))
+        return False
+
+    def paint(self, job: Job, record: ImageRecord) -> None:
+        """Make the pixels of an image, and answer its job."""
+        if self.queue.is_answered(job):
+            return
+        began = time.monotonic()
+        try:
+            with self.pipeline.backend.errors():
+                described = self.described[job.method]
+                drawn = self.pipeline.drawn(record, described, self.environment)
+            now = time.monotonic()
+            self.pixels_s = average(self.pixels_s, now - began)
+            done = Done(
+                drawn,
+                queue=job.admitted - job.queued - job.text + began - job.drawn,
+                text=job.text,
+                prefill=job.begun - job.admitted,
+                decode=job.drawn - job.begun,
+                pixels=now - began,
+            )
+            self.metrics.count_image(self.served.methods[job.method].setting, record)
+            self.metrics.add("e2e_request_latency_seconds", now - job.queued)
+            for stage in ("text", "prefill", "decode", "pixels"):
+                self.metrics.add(f"request_{stage}_time_seconds", getattr(done, stage))
+            self.queue.answer(job, done)
+        except Exception as error:
+            self.queue.answer(job, failed(job, "pixels", error))
+
+    def paint_partly(self, job: Job, tokens: NDArray[np.int64], known: int, steps: int) -> None:
+        """Send the rows known so far of tokens [1, N]. Where that fails, the image leaves its slot."""
+        if self.queue.is_answered(job):
+            return
+        model = self.pipeline.model
+        try:
+            with self.pipeline.backend.errors():
+                (picture,) = preview(model, self.pipeline.backend, tokens, [known])
+            rows = known // model.target.config.columns
+            job.send(Partial(picture, rows, known, steps))
+        except Exception as error:
+            self.queue.answer(job, failed(job, "preview", error))

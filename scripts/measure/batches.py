@@ -41,8 +41,10 @@ from lantern_hpu.files import write_file
 from lantern_hpu.methods.setting import Resolved, Setting
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.tables import markdown
-from lantern_hpu.serve.decoder import DecodeThread, Job, Lane
+from lantern_hpu.serve.decoder import DecodeThread
+from lantern_hpu.serve.engines import EngineSlots
 from lantern_hpu.serve.options import ServeOptions
+from lantern_hpu.serve.queue import Job
 from lantern_hpu.workers import pieces, share_work
 from lantern_lab.fidelity import prompts_of
 
@@ -96,9 +98,9 @@ class Server(DecodeThread):
         self.drawn: Images = {}
         self.start(wait=True)
 
-    def finish(self, lane: Lane, job: Job, done: ImageRecord) -> None:
+    def finish(self, slots: EngineSlots, job: Job, done: ImageRecord) -> None:
         self.drawn[job.request.seed] = digests(self.pipeline, done)
-        super().finish(lane, job, done)
+        super().finish(slots, job, done)
 
 
 class Drawer:
@@ -159,7 +161,7 @@ class Drawer:
         while missing:
             if server.failure is not None:
                 raise server.failure
-            if waiting and not server.waiting:
+            if waiting and not server.queue.waiting:
                 some, waiting, count = waiting[:count], waiting[count:], rng.randint(1, 5)
                 server.submit([self.job(number) for number in some])
             for number in missing & server.drawn.keys():

@@ -52,8 +52,10 @@ from PIL import Image
 from lantern_hpu.core import ImageRecord, Request
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.prompts import usual_prompts
-from lantern_hpu.serve.decoder import DecodeThread, Job, Lane
+from lantern_hpu.serve.decoder import DecodeThread
+from lantern_hpu.serve.engines import EngineSlots
 from lantern_hpu.serve.options import ServeOptions
+from lantern_hpu.serve.queue import Job
 from scripts import ROOT
 from scripts.measure.hostile import CLIENTS, PATH, Visit, note
 from scripts.serving import serving
@@ -319,31 +321,31 @@ class Shares(DecodeThread):
         super().__init__(pipeline, options)
 
     @contextmanager
-    def counting(self, lane: Lane) -> Iterator[None]:
+    def counting(self, slots: EngineSlots) -> Iterator[None]:
         began = time.thread_time()
         yield
-        self.used[lane.served.setting.method] += time.thread_time() - began
+        self.used[slots.served.setting.method] += time.thread_time() - began
 
-    def admit(self, lane: Lane, jobs: list[Job]) -> None:
-        with self.counting(lane):
-            super().admit(lane, jobs)
+    def admit(self, slots: EngineSlots, jobs: list[Job]) -> None:
+        with self.counting(slots):
+            super().admit(slots, jobs)
 
-    def advance(self, lane: Lane) -> None:
-        with self.counting(lane):
-            super().advance(lane)
+    def advance(self, slots: EngineSlots) -> None:
+        with self.counting(slots):
+            super().advance(slots)
 
-    def finish(self, lane: Lane, job: Job, done: ImageRecord) -> None:
-        super().finish(lane, job, done)
+    def finish(self, slots: EngineSlots, job: Job, done: ImageRecord) -> None:
+        super().finish(slots, job, done)
         self.drawn[job.method] += 1
 
     def keep_busy(self, seconds: float, seeds: Iterator[int]) -> None:
         """As many images of each method as it has slots, and partial pictures of each row."""
-        shows, until = tuple(range(1, self.menu.rows)), time.monotonic() + seconds
+        shows, until = tuple(range(1, self.served.rows)), time.monotonic() + seconds
         takes_classes = self.pipeline.model.condition.takes_classes
-        prompt, sampling = usual_prompts(takes_classes)[0], self.menu.sampling
+        prompt, sampling = usual_prompts(takes_classes)[0], self.served.sampling
         while time.monotonic() < until and self.failure is None:
-            there = Counter(job.method for job in list(self.open_jobs))
-            for method, served in self.menu.methods.items():
+            there = Counter(job.method for job in list(self.queue.open_jobs))
+            for method, served in self.served.methods.items():
                 for _ in range(self.options.slots - there[method]):
                     request = Request(prompt, next(seeds), sampling, served.setting.relaxation)
                     self.submit([Job(request, method, math.inf, shows, lambda event: None)])
@@ -359,13 +361,13 @@ def fair(model: str, settings: str, slots: int, seconds: float) -> dict[str, Any
     loop.keep_busy(seconds / 4, seeds)  # so that all are there
     used, drawn = dict(loop.used), Counter(loop.drawn)
     loop.keep_busy(seconds, seeds)
-    spent = {name: loop.used[name] - used.get(name, 0.0) for name in loop.menu.methods}
-    images = {name: loop.drawn[name] - drawn[name] for name in loop.menu.methods}
+    spent = {name: loop.used[name] - used.get(name, 0.0) for name in loop.served.methods}
+    images = {name: loop.drawn[name] - drawn[name] for name in loop.served.methods}
     loop.stop()
     total = sum(spent.values())
     return {
         "model": model,
-        "methods": {name: str(served.setting) for name, served in loop.menu.methods.items()},
+        "methods": {name: str(served.setting) for name, served in loop.served.methods.items()},
         "slots": slots,
         "seconds": seconds,
         "processor_s": {name: round(time, 3) for name, time in spent.items()},

@@ -20,7 +20,7 @@ ONE_SHAPE: Shape = (None, None)  # of a model that has one size and one length
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedMethod:
     """One method as it is served."""
 
     setting: Resolved
@@ -30,8 +30,8 @@ class Served:
 
 
 @dataclass(frozen=True)
-class Menu:
-    """What a server has."""
+class ServedModel:
+    """A model as it is served."""
 
     names: tuple[str, ...]  # of the model
     takes_negative: bool  # whether a request may have a negative prompt
@@ -41,20 +41,20 @@ class Menu:
     vocabulary: int
     codes: int
     sampling: Sampling  # the model's own
-    methods: dict[str, Served]  # the first is the default
+    methods: dict[str, ServedMethod]  # the first is the default
     spec_of: Callable[[Request, Tree], Spec]  # what a request needs
 
     @property
-    def model(self) -> str:
+    def name(self) -> str:
         return self.names[0]
 
 
-def make_menu(pipeline: LanternPipeline, options: ServeOptions) -> Menu:
+def make_served_model(pipeline: LanternPipeline, options: ServeOptions) -> ServedModel:
     """What this model can serve, with what the options allow."""
     model, config = pipeline.model, pipeline.model.target.config
     if model.vq is None and pipeline.diffusion is None:
         raise OptionError(f"{model.name} cannot be served", "nothing decodes its tokens", "--vq")
-    served: dict[str, Served] = {}
+    served: dict[str, ServedMethod] = {}
     settings = options.settings
     if not options.methods and pipeline.resolve(settings[0], options.slots).method == "ar":
         settings = [*settings, Setting("scd")]  # requests can ask for speculation all the same
@@ -73,13 +73,13 @@ def make_menu(pipeline: LanternPipeline, options: ServeOptions) -> Menu:
         prefixes = (*config.prefixes, config.prefix) if config.prefixes else (None,)
         shapes = tuple((spec.grid, prefix) for spec in specs for prefix in prefixes)
         names = tuple(name for name in PRESETS if serves(pipeline, setting, specs[0], name))
-        served[setting.method] = Served(setting, specs[0], shapes, names)
+        served[setting.method] = ServedMethod(setting, specs[0], shapes, names)
     for name in PRESETS.keys() & set(options.allow):
         if not any(METHODS[method].takes_relaxation(PRESETS[name]) for method in served):
             why = f"none of {', '.join(served)} takes it"
             raise OptionError(f"{name} cannot be allowed", why, "--methods scd,ar")
 
-    return Menu(
+    return ServedModel(
         names=options.served_model_name or (model.name,),
         takes_negative=takes_negative(model.config.condition),
         sizes=options.sizes or (model.config.image_size,),
