@@ -12,7 +12,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
-from lantern_hpu.errors import Arg, DeviceError, choices, option, require, shell, words
+from lantern_hpu.errors import Arg, DeviceError, choices, require, shell, words
+from lantern_hpu.fields import option
 
 if __name__ == "backends":
     raise ImportError("import lantern_hpu.backends, not backends: the same module would load twice")

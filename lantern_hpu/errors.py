@@ -312,24 +312,6 @@ def require(holds: bool, name: str | Words, value: object, allowed: str) -> None
         raise OptionError(words(argument, f"is {value}"), f"allowed: {allowed}")
 
 
-def option(*args: Any, **more: Any) -> Any:
-    from lantern_hpu import fields
-
-    return fields.option(*args, **more)
-
-
-def check_ranges(values: Any) -> None:
-    from lantern_hpu import fields
-
-    fields.check_ranges(values)
-
-
-def option_name(part: Any) -> str:
-    from lantern_hpu import fields
-
-    return "--" + fields.argument_name(part).replace("_", "-")
-
-
 def listed(text: str, name: str, what: str = "", allowed: Collection[str] = ()) -> list[str]:
     """The parts of a comma-separated argument, each a `what`; any are allowed if none are named."""
     arg = Arg(name.lstrip("-").replace("-", "_"))
@@ -340,5 +322,5 @@ def listed(text: str, name: str, what: str = "", allowed: Collection[str] = ()) 
         if allowed and part not in allowed:
             raise OptionError(f"unknown {what} {part!r}", arg, choices(allowed, part), arg.name)
         if parts.count(part) > 1:
-            raise OptionError(words(arg, f"names {part} twice"), "each row is measured once")
+            raise OptionError(words(arg, f"names {part} twice"), "each is taken once")
     return parts

@@ -65,8 +65,8 @@ ODD = [
     "lint --script binary.py",
     "generate --prompts-file binary.py",
     f"generate {CAT} --num-images 999999999999",
-    "fidelity --images 999999999999",
-    "evaluate --preset scenes --output o --images 999999999999",
+    "fidelity --num-images 999999999999",
+    "evaluate --preset scenes --output o --num-images 999999999999",
 ]
 
 
@@ -100,6 +100,8 @@ def test_odd_input_is_one_clear_error(
         ("generate --ouput x.png", "unknown option --ouput\n  try: --output\n"),
         ("generate --steps 20", "try: --window or --tree; the number of steps follows from them\n"),
         ("generate --guidance-scale=3", "try: --cfg-scale\n"),
+        ("bench --methods ar", "try: --method\n"),
+        ("fidelity --images 8", "try: --num-images\n"),
         ("serve builtin", "unknown option builtin\n  try: --model builtin\n"),
         ("lint mine.py", "try: --script mine.py\n"),
         ("generate a cat --seed 1", "try: --prompt 'a cat'\n"),

@@ -7,7 +7,7 @@ import json
 import re
 import subprocess
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import fields, replace
 from pathlib import Path
@@ -26,7 +26,6 @@ from lantern_hpu.bench.cases import (
     Case,
     cases_of,
     measurable_modes,
-    settings_for,
 )
 from lantern_hpu.bench.columns import PARTS, SpeedRow, tables, with_speeds
 from lantern_hpu.bench.measure import (
@@ -40,12 +39,12 @@ from lantern_hpu.bench.measure import (
     sizes,
 )
 from lantern_hpu.bench.report import KIND, VERSION, check_report, read_report, schema, schema_errors
-from lantern_hpu.commands import bench
+from lantern_hpu.commands import bench, options
 from lantern_hpu.core import Request, RunStats
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.errors import DeviceError, OptionError
 from lantern_hpu.methods.relaxation import EXACT, PRESETS
-from lantern_hpu.methods.setting import METHODS, Setting
+from lantern_hpu.methods.setting import METHODS, Setting, with_short_forms
 from lantern_hpu.models.config import ConditionConfig, DrafterConfig, ModelConfig, TransformerConfig
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.progress import ProgressBar
@@ -78,14 +77,20 @@ def few_steps() -> Iterator[None]:
 def report(model: Path) -> Report:
     """{ar, eagle2} x {eager, strict}; three images in batches of two are four."""
     file = model.parent / "bench.json"
-    what = ["--methods", "ar,eagle2", "--trees", "dynamic:2x1x4"]
-    how = ["--graphs", "eager,auto,strict", "--batch-sizes", "2", "--images", "3"]
+    what = ["--method", "ar,eagle2", "--tree", "dynamic:2x1x4"]
+    how = ["--graphs", "eager,auto,strict", "--batch-sizes", "2", "--num-images", "3"]
     assert bench.main(["--model", str(model), *what, *how, "--output", str(file)]) == 0
     return read_report(file)
 
 
 def rows_of(report: Report, **wanted: object) -> list[dict[str, Any]]:
     return [row for row in report["rows"] if all(row[k] == v for k, v in wanted.items())]
+
+
+def settings_for(
+    texts: Sequence[str], trees: Sequence[str] = (), relax: str | None = None
+) -> list[Setting]:
+    return with_short_forms([Setting.parse(text) for text in texts], relax, trees)
 
 
 def case_of(
@@ -290,7 +295,7 @@ def test_a_row_that_does_not_fit_is_noted_and_the_others_are_measured(
         return whole(pipeline, wanted, case, *given)
 
     monkeypatch.setattr(run_bench, "open_meter", crowded)
-    given = ["--model", str(model), "--methods", "ar", "--graphs", "eager", "--images", "1"]
+    given = ["--model", str(model), "--method", "ar", "--graphs", "eager", "--num-images", "1"]
     assert bench.main([*given, "--batch-sizes", "1,2"]) == 0
     assert "note: not measured: ar, eager, batch 2: the GPU has" in capsys.readouterr().out
     assert bench.main([*given, "--batch-sizes", "2"]) == 2
@@ -380,9 +385,12 @@ def test_turns_are_taken_within_a_batch_size_and_the_report_says_so(
         whole(meter)
 
     monkeypatch.setattr(RunMeter, "draw", draw)
-    given = ["--model", str(model), "--methods", "ar,scd@2", "--graphs", "strict", "--interleave"]
+    given = ["--model", str(model), "--method", "ar,scd@2", "--graphs", "strict", "--interleave"]
     file = tmp_path / "bench.json"
-    assert bench.main([*given, "--batch-sizes", "1,2", "--images", "2", "--output", str(file)]) == 0
+    assert (
+        bench.main([*given, "--batch-sizes", "1,2", "--num-images", "2", "--output", str(file)])
+        == 0
+    )
     assert order == ["ar 1", "scd 1"] * 2 + ["ar 2", "scd 2"]
     assert any("took turns" in note for note in read_report(file)["notes"])
 
@@ -390,17 +398,17 @@ def test_turns_are_taken_within_a_batch_size_and_the_report_says_so(
 # ------------------------------------------------------------------------------------ options
 
 BAD = [
-    (["--methods", "magic"], "unknown method 'magic'"),
-    (["--methods", "ar,ar"], "--methods names ar twice"),
+    (["--method", "magic"], "unknown method 'magic'"),
+    (["--method", "ar,ar"], "--method names ar twice"),
     (["--graphs", "magic"], "unknown graph mode 'magic'"),
     (["--graphs", "hpu_graph"], "does not offer graph mode 'hpu_graph'"),
     (["--batch-sizes", "1,0"], "--batch-sizes is 1,0"),
     (["--batch-sizes", "some"], "numbers from 1, such as 1,8"),
-    (["--images", "0"], "--images is 0"),
+    (["--num-images", "0"], "--num-images is 0"),
     (["--seed", "-1"], "--seed is -1"),
-    (["--trees", "chain", "--methods", "ar,eagle2"], "--trees chain fits none of"),
-    (["--trees", "nowhere"], "unknown tree 'nowhere'"),
-    (["--trees", ","], "--trees is empty"),
+    (["--tree", "chain", "--method", "ar,eagle2"], "--tree chain fits none of"),
+    (["--tree", "nowhere"], "unknown tree 'nowhere'"),
+    (["--tree", ","], "--tree is empty"),
     (["--output", "taken.json"], "taken.json exists"),
 ]
 
@@ -427,6 +435,12 @@ def test_each_method_gets_the_trees_of_its_kind() -> None:
     assert "eagle2" in settings and "lantern++@mc_sim_7b_63" in settings
     texts = ["eagle@flat_4", "lantern++"]
     assert [*map(str, settings_for(texts, ["chain"]))] == ["eagle@flat_4", "lantern++@chain"]
+    words = ["--method", "ar,eagle,scd:lambda-5", "--tree", "chain,flat_4", "--window", "4,8"]
+    given = bench.make_parser().parse_args(words)
+    assert [*map(str, options.settings_of(given))] == [
+        *("ar", "eagle@chain", "eagle@flat_4"),
+        *("scd:lambda-5@4", "scd:lambda-5@8"),
+    ]
 
 
 def test_layout_and_threads_can_be_asked_for(model: Path) -> None:
@@ -455,9 +469,9 @@ def test_what_is_measured_of_a_large_model_fits_its_methods() -> None:
 
     usual = settings()
     assert {"eagle@chain_2", "eagle2@dynamic:1x0x1", "scd@8"} < set(usual) and len(usual) == 13
-    assert settings("--methods", "ar,scd") == ["ar", *(f"scd@{width}" for width in (2, 5, 8))]
-    assert settings("--methods", "ar,eagle2") == ["ar", "eagle2@dynamic:1x0x1"]
-    assert settings("--methods", "eagle", "--trees", "chain") == ["eagle@chain"]
+    assert settings("--method", "ar,scd") == ["ar", *(f"scd@{width}" for width in (2, 5, 8))]
+    assert settings("--method", "ar,eagle2") == ["ar", "eagle2@dynamic:1x0x1"]
+    assert settings("--method", "eagle", "--tree", "chain") == ["eagle@chain"]
     plain = bench.bench_request(bench.make_parser().parse_args([]))
     assert (plain.images, plain.batches, len(plain.settings)) == (8, [1, 8], 8)
 
@@ -467,7 +481,7 @@ def test_a_large_model_on_a_processor_is_measured_briefly(
 ) -> None:
     monkeypatch.setattr(cases, "LARGE_PARAMETERS", 1000)
     file = tmp_path / "large.json"
-    what = ["--model", str(model), "--methods", "ar,eagle,scd", "--trees", "flat_4,scd:4"]
+    what = ["--model", str(model), "--method", "ar,eagle,scd", "--tree", "flat_4,scd:4"]
     assert bench.main([*what, "--graphs", "eager", "--output", str(file)]) == 0
     rows = read_report(file)["rows"]
     assert [(row["images"], row["tree"]) for row in rows] == [

@@ -18,8 +18,8 @@ from lantern_hpu.backends import ACCELERATOR, DraftingDefaults, get_backend
 from lantern_hpu.backends.cpu import native
 from lantern_hpu.commands.options import add_fields, from_args, given_fields
 from lantern_hpu.core import Request, Sampling
-from lantern_hpu.errors import OptionError, check_ranges, option
-from lantern_hpu.fields import MAX_SEED
+from lantern_hpu.errors import OptionError
+from lantern_hpu.fields import MAX_SEED, check_ranges, option
 from lantern_hpu.methods.relaxation import (
     EXACT,
     PRESETS,

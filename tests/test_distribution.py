@@ -90,6 +90,6 @@ def test_the_script_ends_with_1_where_a_lossless_method_is_not(
         "",
     ]
     for methods, code in (("ar", 0), ("ar,scd:tv=1@4", 1)):
-        monkeypatch.setattr(sys, "argv", [*words, "--methods", methods, "--output", str(file)])
+        monkeypatch.setattr(sys, "argv", [*words, "--method", methods, "--output", str(file)])
         assert law.main() == code
     assert [row["row"] for row in json.loads(file.read_text())["rows"]] == ["ar", "scd:tv=1@4"]

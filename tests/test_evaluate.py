@@ -11,15 +11,12 @@ from typing import Any
 
 import pytest
 
-from lantern_hpu.methods.relaxation import Additive, Multiplicative
-from lantern_hpu.methods.setting import Setting
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_lab.commands.evaluate import main
 from lantern_lab.evaluate import drawing
-from lantern_lab.evaluate.drawing import settings_columns
 from lantern_lab.evaluate.folder import read_picture
 
-SIZES = "--images 65 --panels 2 --fresh 70 --rounds 10".split()
+SIZES = "--num-images 65 --panels 2 --fresh 70 --rounds 10".split()
 
 
 def evaluated(model: Path, folder: Path, *options: str, rows: str = "ar,lantern++:lambda=3") -> int:
@@ -29,7 +26,7 @@ def evaluated(model: Path, folder: Path, *options: str, rows: str = "ar,lantern+
             str(model),
             "--preset",
             "scenes",
-            "--rows",
+            "--method",
             rows,
             *SIZES,
             "--output",
@@ -107,7 +104,6 @@ def test_a_stopped_run_goes_on_to_the_same_figures(
 def test_a_finished_run_draws_nothing_again(
     model: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lantern_hpu.pipeline import LanternPipeline
 
     folder = tmp_path / "out"
     shutil.copytree(finished, folder)
@@ -171,8 +167,7 @@ def test_half_a_picture_is_named(
     [
         (["--seed", "5"], "other seed"),
         (["--temperature", "0.5"], "other sampling"),
-        (["--images", "66"], "other prompts"),
-        (["--tree", "chain"], "other tree"),
+        (["--num-images", "66"], "other prompts"),
     ],
 )
 def test_pictures_of_another_run_are_not_taken_for_these(
@@ -187,11 +182,11 @@ def test_pictures_of_another_run_are_not_taken_for_these(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--rows", "magic"], "unknown method 'magic'"),
-        (["--rows", "lantern++:kappa=3"], "unknown value 'kappa'"),
-        (["--rows", "lantern++:lambda=much"], "lambda is 'much'"),
-        (["--rows", "lantern++:lambda=0.5"], "--relax lambda is 0.5"),
-        (["--images", "30"], "--images is 30"),
+        (["--method", "magic"], "unknown method 'magic'"),
+        (["--method", "lantern++:kappa=3"], "unknown value 'kappa'"),
+        (["--method", "lantern++:lambda=much"], "lambda is 'much'"),
+        (["--method", "lantern++:lambda=0.5"], "--relax lambda is 0.5"),
+        (["--num-images", "30"], "--num-images is 30"),
         (["--panels", "1"], "--panels is 1"),
         (["--batch-size", "0"], "--batch-size is 0"),
     ],
@@ -211,18 +206,3 @@ def test_a_folder_of_other_things_is_left_alone(
     assert evaluated(model, tmp_path) == 2
     assert "no evaluation's folder" in capsys.readouterr().err
     assert [file.name for file in tmp_path.iterdir()] == ["letter.txt"]
-
-
-def test_settings_by_values() -> None:
-    one = Setting.parse("lantern++:lambda=2:k=30")
-    assert one.relaxation == Multiplicative(30, lam=2.0) and not one.relaxation.published
-    assert Setting.parse("lantern:delta=0.05").relaxation == Additive(1000, bound=0.05)
-
-
-def test_each_tree_goes_to_the_methods_that_can_draft_it(model: Path) -> None:
-    pipeline = LanternPipeline.from_pretrained(str(model), device="cpu")
-    settings = [Setting.parse(name) for name in ("ar", "eagle", "lantern", "scd", "sjd-pac")]
-    found = settings_columns(pipeline, settings, "chain,dynamic:3x2x8,scd:4", 1, floor=False)
-    trees = [column.setting.tree.name for column in found]
-    assert trees[1:4] == ["chain", "dynamic:3x2x8", "scd:4"]
-    assert trees[0] == "root" and trees[4].startswith("sjd-pac:")

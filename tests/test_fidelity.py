@@ -136,8 +136,8 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, flo
     folder = tmp_path_factory.mktemp("fidelity")
     model, file = write_folder(folder / "tiny"), folder / "out.json"
     rows = "ar,eagle,eagle2,lantern,lantern++,lantern++:omega-2,scd:distance=100"
-    sizes = ["--images", "8", "--draws", "400", "--timed", "1"]
-    assert main(["--model", str(model), "--rows", rows, *sizes, "--output", str(file)]) == 0
+    sizes = ["--num-images", "8", "--draws", "400", "--timed", "1"]
+    assert main(["--model", str(model), "--method", rows, *sizes, "--output", str(file)]) == 0
     return {row["row"]: row for row in json.loads(file.read_text())["rows"]}
 
 
@@ -177,12 +177,12 @@ def test_places_lie_inside_their_images(tmp_path: Path, method: str) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--rows", "magic"], "unknown method 'magic'"),
-        (["--rows", "lantern:magic"], "unknown preset 'magic'"),
-        (["--rows", "eagle:delta-0.1"], "eagle is exact"),
-        (["--rows", "lantern:gsd"], "no clusters with a dynamic tree"),
-        (["--rows", "scd:distance=0.5:ranks=x"], "a number was expected"),
-        (["--images", "0"], "--images is 0"),
+        (["--method", "magic"], "unknown method 'magic'"),
+        (["--method", "lantern:magic"], "unknown preset 'magic'"),
+        (["--method", "eagle:delta-0.1"], "eagle is exact"),
+        (["--method", "lantern:gsd"], "no clusters with a dynamic tree"),
+        (["--method", "scd:distance=0.5:ranks=x"], "a number was expected"),
+        (["--num-images", "0"], "--num-images is 0"),
         (["--output", "setup.cfg/x.json"], "setup.cfg"),
     ],
 )

@@ -95,10 +95,10 @@ WAYS = "closed-2,open-2,server-2"
 def test_images_are_counted_however_they_are_drawn(model: Path, tmp_path: Path) -> None:
     """And drawn once: a second run adds what lacks."""
     file = tmp_path / "counted.json"
-    asked = ["--model", str(model), "--layouts", "native", "--methods", "ar,scd@2", "--output"]
-    assert batches.main([*asked, str(file), "--images", "3", "--ways", "closed-2"]) == 0
+    asked = ["--model", str(model), "--layouts", "native", "--method", "ar,scd@2", "--output"]
+    assert batches.main([*asked, str(file), "--num-images", "3", "--ways", "closed-2"]) == 0
     first = json.loads(file.read_text())["images"]["native ar"]["closed-2"]
-    assert batches.main([*asked, str(file), "--images", "4", "--ways", WAYS]) == 0
+    assert batches.main([*asked, str(file), "--num-images", "4", "--ways", WAYS]) == 0
     found = json.loads(file.read_text())
     assert {row["way"] for row in found["rows"]} == {"closed-1", *WAYS.split(",")}
     assert len(found["rows"]) == 8
@@ -115,7 +115,7 @@ def test_images_that_differ_are_counted(
     kernels = replace(PLAIN, attention=off_in_company(PLAIN.attention))
     monkeypatch.setattr(CPUBackend, "kernels", lambda self, *choice: kernels)
     file = tmp_path / "counted.json"
-    asked = ["--model", str(model), "--layouts", "plain", "--methods", "ar", "--images", "4"]
+    asked = ["--model", str(model), "--layouts", "plain", "--method", "ar", "--num-images", "4"]
     assert batches.main([*asked, "--ways", "closed-4,server-4", "--output", str(file)]) == 1
     alone, *others = json.loads(file.read_text())["rows"]
     assert alone["bits_differ"] == 0

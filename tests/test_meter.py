@@ -138,8 +138,10 @@ def test_the_frontier_goes_on_where_it_was_stopped(
     file, picture = tmp_path / "tv.json", tmp_path / "tv.png"
     rows = ["scd@3", "scd:tv=0.2@3", "lantern++:lambda=3:k=4@chain"]
     for some in (rows[:2], rows):
-        options = ["--model", model, "--images", 3, "--output", file, "--plot", picture]
-        monkeypatch.setattr("sys.argv", ["frontier", *map(str, options), "--rows", ",".join(some)])
+        options = ["--model", model, "--num-images", 3, "--output", file, "--plot", picture]
+        monkeypatch.setattr(
+            "sys.argv", ["frontier", *map(str, options), "--method", ",".join(some)]
+        )
         frontier()
         found = json.loads(file.read_text())["rows"]
         assert [row["row"] for row in found] == some

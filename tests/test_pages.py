@@ -177,7 +177,7 @@ INLINE = r"(?<!`)`((?:lantern-hpu [^`]+ --|python -m (?:scripts|lantern_hpu)\.)[
 STARTS = re.compile(
     r"^(?:[A-Z_]+=\S+ )*(lantern-hpu|gaudi|python -m (?:lantern_hpu\.generate|scripts\.[\w.]+)) "
 )
-VARIABLES = {"$TREES": "--trees chain,broad_7", "$card": "3", "${card}": "3"}  # that the pages set
+VARIABLES = {"$TREES": "--tree chain,broad_7", "$card": "3", "${card}": "3"}  # that the pages set
 
 
 class ParsedError(Exception):

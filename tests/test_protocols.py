@@ -379,7 +379,7 @@ def test_preset_lantern_scores_a_run_with_clip(
     common = (
         f"--model {model} --preset lantern --prompts-file {captions} --metrics clip --rounds 10"
     )
-    command = f"{common} --clip {clip} --top-k 0 --rows ar,eagle --output {out}".split()
+    command = f"{common} --clip {clip} --top-k 0 --method ar,eagle --output {out}".split()
     assert main(command) == 0
     found = json.loads((out / "evaluation.json").read_text())
     assert [row["row"] for row in found["rows"]] == ["ar", "eagle", "ar, other seeds"]
@@ -418,7 +418,7 @@ def test_preset_lantern_scores_a_run_with_random_networks(
     file.write_text(json.dumps({"annotations": entries}))
     given = f"--inception {weights} --clip {clip} --vgg {weights} --hps {weights} --any-weights"
     command = f"--model {model} --preset lantern --prompts-file {file} --reference {real} {given}"
-    rest = f"--rows ar,lantern++ --top-k 0 --rounds 4 --no-floor --output {tmp_path / 'out'}"
+    rest = f"--method ar,lantern++ --top-k 0 --rounds 4 --no-floor --output {tmp_path / 'out'}"
     assert main([*command.split(), *rest.split()]) == 0
     found = json.loads((tmp_path / "out/evaluation.json").read_text())
     for row in found["rows"]:
@@ -442,7 +442,7 @@ def test_preset_lantern_scores_a_synthetic_llamagen(tmp_path: Path) -> None:
     ]
     file.write_text(json.dumps({"annotations": entries}))
     model = f"--model {tmp_path / 'public/llamagen-t2i-256'} --preset lantern --metrics clip"
-    rows = "--rows ar,lantern++:lambda-5 --tree chain"
+    rows = "--method ar,lantern++:lambda-5 --tree chain"
     rest = (
         f"--prompts-file {file} --clip {clip} --rounds 4 --no-floor --batch-size 2 --output {out}"
     )

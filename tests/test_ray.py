@@ -110,7 +110,7 @@ def test_an_evaluation_is_the_same_with_any_number_of_workers(
     model: Path, tmp_path: Path, cluster: None
 ) -> None:
     """Pictures and figures; and a run goes on where another number of workers left it."""
-    sizes = "--images 65 --panels 2 --fresh 70 --rounds 10 --no-floor --rows ar,eagle".split()
+    sizes = "--num-images 65 --panels 2 --fresh 70 --rounds 10 --no-floor --method ar,eagle".split()
 
     def evaluated(name: str, *more: str) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
         out = tmp_path / name

@@ -22,10 +22,10 @@ RECIPES = (ROOT / "docs" / "recipes.md").read_text()
 FIRST = 'lantern-hpu generate --prompt "a red apple" --output apple.png'
 SHORTER = {
     "generate": ["--model", "tiny"],
-    "bench": ["--model", "tiny", "--images", "1", "--batch-sizes", "1"],
-    "fidelity": ["--model", "tiny", "--images", "8", "--draws", "8", "--timed", "1"],
+    "bench": ["--model", "tiny", "--num-images", "1", "--batch-sizes", "1"],
+    "fidelity": ["--model", "tiny", "--num-images", "8", "--draws", "8", "--timed", "1"],
     "lint": ["--method", "ar", "--model", "tiny"],
-    "tune": ["--model", "tiny", "--images", "2", "--max-nodes", "6", "--max-depth", "2"],
+    "tune": ["--model", "tiny", "--num-images", "2", "--max-nodes", "6", "--max-depth", "2"],
     "train": ["--model", "tiny", "--samples", "8", "--steps", "2", "--measured", "1"],
 }
 

@@ -22,16 +22,16 @@ SHORTER = {
     "fidelity": [
         "--model",
         "tiny",
-        "--rows",
+        "--method",
         "scd:lambda-5@8",
-        "--images",
+        "--num-images",
         "8",
         "--draws",
         "8",
         "--timed",
         "1",
     ],
-    "tune": ["--model", "tiny", "--images", "2"],
+    "tune": ["--model", "tiny", "--num-images", "2"],
 }
 
 

@@ -248,7 +248,7 @@ def test_expected_tokens_a_step_are_measured(model: Path, monkeypatch: pytest.Mo
 
 
 def tune(model: Path, *options: str) -> int:
-    sizes = ["--max-nodes", "3", "--max-depth", "2", "--images", "2"]
+    sizes = ["--max-nodes", "3", "--max-depth", "2", "--num-images", "2"]
     return command.main(["--model", str(model), *sizes, *options])
 
 
@@ -369,7 +369,7 @@ def test_damaged_choice_is_refused(model: Path) -> None:
         (["--max-nodes", "1"], "--max-nodes is 1: allowed: 2 to 96"),
         (["--max-depth", "0"], "--max-depth is 0"),
         (["--batch-size", "0"], "--batch-size is 0"),
-        (["--images", "0"], "--images is 0"),
+        (["--num-images", "0"], "--num-images is 0"),
         (["--seed", "-1"], "--seed is -1"),
         (["--output", "tree.txt"], "cannot write tree.txt"),
         (["--profile", "missing.json"], "cannot read missing.json"),

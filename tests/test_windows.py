@@ -178,7 +178,7 @@ def test_the_script_measures_windows_of_any_model(
         "same": "0 of 8 images and 0 of 128 tokens differ",
         "lossless": "| sjd-pac:4:3x3, stale |",
     }.items():
-        sizes = ["--images", "8", "--window", "4"]
+        sizes = ["--num-images", "8", "--window", "4"]
         monkeypatch.setattr("sys.argv", ["windows", what, "--model", str(model), *sizes])
         windows_script()
         assert said in capsys.readouterr().out
@@ -400,7 +400,7 @@ def test_tune_measures_widths_and_saves_the_fastest(
 ) -> None:
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)  # an extra that windows do without
     report = tmp_path / "report.json"
-    given = ["--model", str(model), "--device", "cpu", "--method", "scd", "--images", "2"]
+    given = ["--model", str(model), "--device", "cpu", "--method", "scd", "--num-images", "2"]
     assert tune.main([*given, "--report", str(report)]) == 0
     rows = json.loads(report.read_text())["rows"]
     assert [row["tree"] for row in rows] == ["ar", "scd:2", "scd:5", "scd:8"]

@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING
 from gaudi_emulator.lint import RECOMPILING, LintRun, lint_script
 from gaudi_emulator.releases import DEFAULT, RELEASES, release_named
 from lantern_hpu.commands.options import Parser, add_fields, from_args
-from lantern_hpu.errors import choices, exit_code, option, require
+from lantern_hpu.errors import choices, exit_code, require
+from lantern_hpu.fields import option
 from lantern_hpu.graphs import RUNNERS
 from lantern_hpu.methods.setting import METHODS, Setting
 

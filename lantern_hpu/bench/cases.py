@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lantern_hpu.backends import LARGE_PARAMETERS, DeviceOptions
 from lantern_hpu.core import Request
-from lantern_hpu.errors import DeviceError, OptionError, check_ranges, choices, option
-from lantern_hpu.fields import MAX_IMAGES
-from lantern_hpu.methods.relaxation import Relaxation, parse
+from lantern_hpu.errors import Arg, DeviceError, OptionError, as_option, choices, words
+from lantern_hpu.fields import MAX_IMAGES, check_ranges, option
+from lantern_hpu.methods.relaxation import Relaxation
 from lantern_hpu.methods.setting import (
     AUTO,
     METHODS,
@@ -18,9 +18,7 @@ from lantern_hpu.methods.setting import (
     SMALL_TREE,
     Resolved,
     Setting,
-    read_tree,
 )
-from lantern_hpu.tree import load_tree
 
 if TYPE_CHECKING:
     from lantern_hpu.backends.base import Backend
@@ -51,6 +49,7 @@ class BenchRequest:
     images: int = option(
         8,
         f"least number of timed images per row; {LARGE['images']} of a large model on a CPU",
+        name="--num-images",
         low=1,
         high=MAX_IMAGES,
     )
@@ -69,43 +68,6 @@ class BenchRequest:
     def mode(self) -> str:
         """What a device prepares for: its best graph mode, if that is asked for."""
         return AUTO if AUTO in self.modes else self.modes[0]
-
-
-def settings_for(
-    texts: Sequence[str], trees: Sequence[str], relax: str | None = None
-) -> list[Setting]:
-    """Each setting with each tree of its method's kind; with its own tree where it has one or none fits.
-
-    A relaxation is for those that take it and have none.
-    """
-    asked = [Setting.parse(text) for text in texts]
-    if relax is not None:
-        rule = parse(relax)
-        asked = [relaxed(setting, rule) for setting in asked]
-    drafting = {tree: methods_for(tree) for tree in trees}
-    result = []
-    for setting in asked:
-        fitting = [] if setting.tree else [t for t in trees if setting.method in drafting[t]]
-        result += [replace(setting, tree=read_tree(setting.method, t)) for t in fitting] or [
-            setting
-        ]
-    for tree, methods in drafting.items():
-        if not any(setting.method in methods for setting in asked):
-            raise OptionError(f"--trees {tree} fits none of {', '.join(texts)}")
-    return result
-
-
-def relaxed(setting: Setting, rule: Relaxation) -> Setting:
-    """With a relaxation, if it takes this one and has none."""
-    takes = METHODS[setting.drafting].takes_relaxation(rule)
-    return replace(setting, relaxation=rule) if takes and not setting.relaxation else setting
-
-
-def methods_for(tree: str) -> list[str]:
-    if tree == AUTO:
-        return [name for name, method in METHODS.items() if method.tunable]
-    loaded = load_tree(tree)
-    return [name for name, method in METHODS.items() if method.takes(loaded)]
 
 
 def has_long_steps(pipeline: LanternPipeline) -> bool:
@@ -148,11 +110,11 @@ def measurable_modes(
             result.append(real)
         elif by_name:
             hint = choices([AUTO, *backend.graph_modes])
-            why = f"beside {best}, in one process"
+            why = f"only {best} can run in this process"
             raise DeviceError(f"{backend.name} has no graph mode {real!r}", why, hint)
         else:
             notes.append(
-                f"`{real}` is not offered beside `{best}` in one process: measure it with --graphs {real} "
+                f"`{real}` and `{best}` cannot run in one process: measure it with {as_option(Arg('graphs', real))} "
                 "into a second file; lantern-hpu compare takes both"
             )
     return result, notes
@@ -167,6 +129,8 @@ def cases_of(pipeline: LanternPipeline, wanted: BenchRequest, modes: Sequence[st
             key = (chosen.method, chosen.relaxation, chosen.tree.name, batch)
             # The tuned tree may be a named one that is asked for as well.
             if result.setdefault(key, chosen) != chosen:
-                why = f"--trees has two different ones of the name {chosen.tree.name!r}"
-                raise OptionError("rows are identified by the names of trees", why)
+                what = words(
+                    Arg("tree"), f"has two different ones of the name {chosen.tree.name!r}"
+                )
+                raise OptionError(what, "rows are identified by the names of trees")
     return [Case(setting, mode, batch) for mode in modes for (*_, batch), setting in result.items()]

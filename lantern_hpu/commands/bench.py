@@ -23,8 +23,6 @@ from lantern_hpu.bench.cases import (
     USUAL,
     BenchRequest,
     has_long_steps,
-    methods_for,
-    settings_for,
 )
 from lantern_hpu.bench.columns import tables
 from lantern_hpu.bench.report import show_report
@@ -32,23 +30,20 @@ from lantern_hpu.commands import options
 from lantern_hpu.errors import exit_code, listed, require
 from lantern_hpu.files import check_free
 from lantern_hpu.graphs import RUNNERS
-from lantern_hpu.methods.setting import AUTO, FORM, Setting
+from lantern_hpu.methods.setting import AUTO, with_short_forms
+from lantern_hpu.tree import load_tree
 
 
 def make_parser() -> argparse.ArgumentParser:
     about = "Measure methods and graph modes side by side on one device."
     parser = options.Parser("lantern-hpu bench", description=about)
     add = parser.add_argument
-    trees = "comma-separated draft trees, each for methods that use its kind; auto is the tuned one (method default)"
-    relax = "relaxation for all methods that can be relaxed, windows included; see generate --help (method default)"
     modes = f"comma-separated graph modes; `auto` is the device's best ({GRAPHS})"
     sizes = f"comma-separated ({USUAL['batch_sizes']}; {LARGE['batch_sizes']} of a large model on a CPU)"
     options.add_fields(parser, BenchRequest)
     options.add_device_options(parser, graphs=False)
     options.add_fields(parser, DeviceOptions, "kernels")
-    add("--methods", help=f"comma-separated, a name or {FORM} ({USUAL['methods']})")
-    add("--trees", "--tree", help=trees)
-    add("--relax", metavar="TEXT", help=relax)
+    options.add_method_options(parser, USUAL["methods"])
     add("--graphs", help=modes)
     options.add_fields(parser, DeviceOptions, *options.PROCESSOR)
     add("--batch-sizes", help=sizes)
@@ -59,19 +54,19 @@ def make_parser() -> argparse.ArgumentParser:
 
 def bench_request(args: argparse.Namespace, usual: Mapping[str, str] = USUAL) -> BenchRequest:
     """What was asked for; else what is `usual`, whose `trees` are for the methods that take them."""
-    methods = listed(args.methods or usual["methods"], "--methods")
-    trees = [] if args.trees is None else listed(args.trees, "--trees")
-    if args.trees is None and "trees" in usual:
-        drafting = {Setting.parse(text).method for text in methods}
-        trees = [tree for tree in usual["trees"].split(",") if drafting & set(methods_for(tree))]
-    sizes = listed(args.batch_sizes or usual["batch_sizes"], "--batch-sizes")
+    settings = options.settings_of(args, usual["methods"])
+    if args.tree is None and args.window is None and "trees" in usual:
+        trees = usual["trees"].split(",")
+        fitting = [t for t in trees if any(s.fitting([load_tree(t)], ())[0] for s in settings)]
+        settings = with_short_forms(settings, trees=fitting)
+    sizes = listed(args.batch_sizes or usual["batch_sizes"], "batch_sizes")
     whole = all(size.isdecimal() and int(size) >= 1 for size in sizes)
     require(whole, "batch_sizes", args.batch_sizes, "numbers from 1, such as 1,8")
     given = {"images": int(usual["images"])} if "images" in usual else {}
     return BenchRequest(
         options=options.from_args(DeviceOptions, args),
-        settings=settings_for(methods, trees, args.relax),
-        modes=listed(args.graphs or GRAPHS, "--graphs", "graph mode", [AUTO, *RUNNERS]),
+        settings=settings,
+        modes=listed(args.graphs or GRAPHS, "graphs", "graph mode", [AUTO, *RUNNERS]),
         by_name=args.graphs is not None,
         batches=[int(size) for size in sizes],
         **given | options.given_fields(BenchRequest, args),

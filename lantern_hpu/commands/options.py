@@ -12,6 +12,7 @@ from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
 from lantern_hpu.backends import BACKENDS, DeviceOptions
 from lantern_hpu.core import Sampling
+from lantern_hpu.errors import listed
 from lantern_hpu.fields import IMAGE_PARAMS, Param, argument_name, params_of
 from lantern_hpu.graphs import RUNNERS
 from lantern_hpu.methods.relaxation import PRESETS
@@ -19,8 +20,11 @@ from lantern_hpu.methods.setting import (
     AUTO,
     DEFAULT_TREE,
     DEFAULT_WINDOW,
+    FORM,
     METHODS,
     SMALL_TREE,
+    Setting,
+    with_short_forms,
 )
 from lantern_hpu.tree import DYNAMIC
 from lantern_hpu.tree.named import NAMED
@@ -33,6 +37,10 @@ RENAMED_OPTIONS = {
     "--num-inference-steps": "--window or --tree; the number of steps follows from them",
     "--guidance-scale": "--cfg-scale",
     "--overwrite": "--force",
+    "--images": "--num-images",
+    "--methods": "--method",
+    "--rows": "--method",
+    "--trees": "--tree",
 }
 Group = argparse._ActionsContainer  # a parser, or a group of one
 
@@ -157,7 +165,6 @@ def add_running_options(group: Group) -> None:
 
 # ------------------------------------------------------------------------------------ method and sampling
 
-METHOD_OPTIONS = ("method", "tree", "window", "relax")
 _ABOUT_METHODS = "; ".join(f"{name}: {method.about}" for name, method in METHODS.items())
 LONG_HELPS = {  # with the names that are known
     "method": f"auto: the fastest lossless method measured on the device; {_ABOUT_METHODS}",
@@ -172,9 +179,32 @@ LONG_HELPS = {  # with the names that are known
 }
 
 
-def add_method_options(group: Group) -> None:
-    """`--method` and its short forms."""
-    add_image_params(group, *METHOD_OPTIONS)
+def add_method_options(group: Group, several: str = "") -> None:
+    """`--method` and its short forms; of a command that takes `several`, which are those unless given."""
+    about = ""
+    if several:
+        about = f"comma-separated, {FORM} ({several}); trees and windows may be several"
+    add_param(group, replace(IMAGE_PARAMS["method"], default=None), about or LONG_HELPS["method"])
+    add_short_forms(group)
+
+
+def add_short_forms(group: Group) -> None:
+    """`--tree`, `--window` and `--relax`: parts of a setting that `--method` leaves open."""
+    add_image_params(group, "tree", "window", "relax")
+
+
+def settings_of(args: argparse.Namespace, usual: str = "") -> list[Setting]:
+    """The settings of `--method`, else the usual ones, with the short forms."""
+    texts = listed(args.method or usual, "method")
+    trees, windows = (
+        [] if text is None else listed(text, name)
+        for name, text in (("tree", args.tree), ("window", args.window))
+    )
+    if len(texts) == 1 and len(trees) <= 1 and len(windows) <= 1:  # what does not fit says why
+        tree = next(iter(trees), None)
+        return [Setting.of(texts[0], args.relax, tree, next(iter(windows), None))]
+    settings = [Setting.parse(text) for text in texts]
+    return with_short_forms(settings, args.relax, trees, windows)
 
 
 def add_sampling_options(group: Group) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -27,12 +27,13 @@ from lantern_hpu.commands.options import (
     Parser,
     add_device_options,
     add_fields,
+    add_short_forms,
     from_args,
     given_fields,
 )
-from lantern_hpu.errors import DeviceError, OptionError, exit_code, needing
+from lantern_hpu.errors import Arg, DeviceError, OptionError, exit_code, needing, words
 from lantern_hpu.files import check_free, write_file
-from lantern_hpu.methods.setting import METHODS
+from lantern_hpu.methods.setting import METHODS, Setting
 from lantern_hpu.models.files.names import Given
 from lantern_hpu.results.prompts import read_prompts
 from lantern_hpu.tree import tuned_trees
@@ -51,6 +52,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_device_options(what)
     add_fields(what, DeviceOptions, "quantize")
     add_fields(what, TuneOptions, "method", "batch_size")
+    add_short_forms(what)
     add_fields(parser.add_argument_group("which trees"), TuneOptions, "max_nodes", "max_depth")
     how = parser.add_argument_group("how to measure")
     add_fields(how, TuneOptions, "prompts", "images", "seed", "profile")
@@ -71,13 +73,22 @@ def save_fastest(
     print(f"saved {file}\nto draw with the fastest:\n  {command}")
 
 
+def tune_options(args: argparse.Namespace, usual: Mapping[str, int] = {}) -> TuneOptions:
+    """What was given, else what is `usual`."""
+    given = given_fields(TuneOptions, args)
+    method = given.get("method", TuneOptions.method)
+    setting = Setting.of(method, args.relax, args.tree, args.window)
+    return TuneOptions(**dict(usual) | given | {"method": str(setting)})
+
+
 def tune_trees(args: argparse.Namespace, argv: Sequence[str]) -> None:
-    options = from_args(TuneOptions, args)
+    options = tune_options(args)
     check_free([file for file in (options.output, options.report) if file], options.force)
     prompts = read_prompts(options.prompts) if options.prompts else []
     is_window = METHODS[options.setting.method].rule is not None
     if is_window and options.profile:
-        raise OptionError(f"--profile has no use for {options.method}", "each width is drawn with")
+        what = words(Arg("profile"), f"has no use for {options.method}")
+        raise OptionError(what, "each width is drawn with")
     counts, earlier = read_profile(options.profile) if options.profile else (None, None)
     device = from_args(DeviceOptions, args)
     if not is_window:
@@ -94,13 +105,13 @@ def tune_trees(args: argparse.Namespace, argv: Sequence[str]) -> None:
         situation = pipeline.situation(str(options.setting), options.batch_size)
         check_model(pipeline, situation)
         if has_long_steps(pipeline):
-            options = TuneOptions(**LARGE | given_fields(TuneOptions, args))
+            options = tune_options(args, LARGE)
         if earlier is not None and options.profile:
             check_profile(earlier, situation, options.profile)
         tuning = run_tuning(pipeline, options, prompts, counts)
         print(tuning_text(tuning))
         if tuning.doubt:
-            hint = "the same command when nothing else runs here, or more --images"
+            hint = words("the same command when nothing else runs here, or more", Arg("num_images"))
             raise DeviceError("nothing is saved", tuning.doubt, hint)
         whole = tuning_report(pipeline, options, tuning, situation, argv)
     tree, report = tuned_trees.tree_file(tuning.best.tree), json.dumps(whole, indent=1).encode()

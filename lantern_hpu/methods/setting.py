@@ -241,6 +241,20 @@ class Setting:
         """What `parse` reads."""
         return written(self.method, self.relaxation, self.tree)
 
+    def relaxed(self, rule: Relaxation) -> Setting:
+        """With a relaxation, if it takes this one and has none."""
+        takes = METHODS[self.drafting].takes_relaxation(rule)
+        return replace(self, relaxation=rule) if takes and not self.relaxation else self
+
+    def fitting(
+        self, trees: Sequence[Tree | Auto], windows: Sequence[str]
+    ) -> list[Tree | Auto | None]:
+        """Of these trees, and of windows by width, each that the method drafts; None in the place of the others."""
+        method = METHODS[self.drafting]
+        takes = [method.tunable if isinstance(tree, str) else method.takes(tree) for tree in trees]
+        result = [tree if fits else None for tree, fits in zip(trees, takes, strict=True)]
+        return result + [read_tree(self.method, w) if method.rule else None for w in windows]
+
     @property
     def drafts(self) -> bool:
         return METHODS[self.drafting].drafts
@@ -403,21 +417,31 @@ def tree_text(tree: Tree | str) -> str:
     return tree.name if isinstance(tree, DynamicTree) else tree.file or tree.name
 
 
-def with_tree(settings: Sequence[Setting], name: str) -> list[Setting]:
-    """Settings with a tree, where they have none and draft its kind."""
-    tree: Tree | Auto = AUTO if name == AUTO else load_tree(name)
+def with_short_forms(
+    settings: Sequence[Setting],
+    relax: str | None = None,
+    trees: Sequence[str] = (),
+    windows: Sequence[str] = (),
+) -> list[Setting]:
+    """Several settings, each with the short forms that it takes and leaves open; with several trees, once with each.
 
-    def takes(setting: Setting) -> bool:
-        method = METHODS[setting.drafting]
-        return method.tunable if isinstance(tree, str) else method.takes(tree)
-
-    if not any(takes(setting) for setting in settings):
-        fitting = f"fits none of {', '.join(map(str, settings))}"
-        raise OptionError(words(Arg("tree", name), fitting))
-    return [
-        replace(setting, tree=tree) if setting.tree is None and takes(setting) else setting
-        for setting in settings
-    ]
+    Raises:
+        OptionError: a tree or a window fits no setting.
+    """
+    if relax is not None:
+        rule = relaxations.parse(relax)
+        settings = [setting.relaxed(rule) for setting in settings]
+    loaded = [read_tree(AUTO, name) for name in trees]
+    fitting = [setting.fitting(loaded, windows) for setting in settings]
+    named = [*(Arg("tree", name) for name in trees), *(Arg("window", width) for width in windows)]
+    for index, name in enumerate(named):
+        if all(found[index] is None for found in fitting):
+            raise OptionError(words(name, "fits none of", ", ".join(map(str, settings))))
+    result = []
+    for setting, found in zip(settings, fitting, strict=True):
+        chosen = [tree for tree in found if tree is not None and setting.tree is None]
+        result += [replace(setting, tree=tree) for tree in chosen] or [setting]
+    return result
 
 
 # ----------------------------------------------------------------------------------------- resolve

@@ -6,9 +6,10 @@ import re
 from dataclasses import dataclass, field
 
 from lantern_hpu.backends import DeviceOptions
-from lantern_hpu.errors import OptionError, check_ranges, choices, listed, option, require
+from lantern_hpu.errors import OptionError, choices, listed, require
+from lantern_hpu.fields import check_ranges, option
 from lantern_hpu.methods.relaxation import PRESETS
-from lantern_hpu.methods.setting import AUTO, Setting, with_tree
+from lantern_hpu.methods.setting import AUTO, Setting, with_short_forms
 from lantern_hpu.models.files.names import Given
 
 # Each makes the step's graph larger, and so is asked for
@@ -61,7 +62,7 @@ class ServeOptions:
     def settings(self) -> list[Setting]:
         """What is served; `tree` goes to those that draft its kind and have none."""
         result = [Setting.parse(text) for text in self.methods or DEFAULT]
-        return result if self.tree is None else with_tree(result, self.tree)
+        return with_short_forms(result, trees=[self.tree] if self.tree else [])
 
     def __post_init__(self) -> None:
         for text in self.methods:
@@ -92,4 +93,4 @@ def picture_sizes(text: str | None) -> tuple[tuple[int, int], ...]:
 
 def names(text: str | None, option: str) -> tuple[str, ...]:
     """A comma-separated option; nothing if it was not given."""
-    return () if text is None else tuple(listed(text, option))
+    return () if text is None else tuple(listed(text, option.removeprefix("--")))

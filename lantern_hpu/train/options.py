@@ -9,15 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from lantern_hpu.backends import DeviceOptions
-from lantern_hpu.errors import (
-    OptionError,
-    OutputError,
-    check_ranges,
-    choices,
-    option,
-    option_name,
-    require,
-)
+from lantern_hpu.errors import Arg, OptionError, OutputError, choices, require, words
+from lantern_hpu.fields import argument_name, check_ranges, option
 from lantern_hpu.models.files.names import Given
 
 PRECISIONS = ("no", "bf16", "fp16")
@@ -61,10 +54,12 @@ class TrainOptions:
     def check_resumed(self, earlier: dict[str, Any]) -> None:
         """Raise an OptionError that names an option which must not change."""
         for part in fields(self):
-            name, value, before = option_name(part), getattr(self, part.name), earlier[part.name]
+            value = getattr(self, part.name)
+            before = earlier[part.name]
             if part.name not in ("steps", "lr") and before != value:
+                name = argument_name(part)
                 why = f"the run was begun with {before}"
-                raise OptionError(f"{name} is {value}", why, f"{name} {before}")
+                raise OptionError(words(Arg(name), f"is {value}"), why, Arg(name, before))
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lantern_hpu.errors import OptionError, check_ranges, choices, option, require
-from lantern_hpu.fields import MAX_SEED
+from lantern_hpu.errors import Arg, OptionError, choices, require, words
+from lantern_hpu.fields import MAX_SEED, check_ranges, option
 from lantern_hpu.files import parse_json
 from lantern_hpu.methods.setting import METHODS, Setting
 from lantern_hpu.tree import tuned_trees
@@ -42,13 +42,18 @@ class TuneOptions:
         None, "prompts: .txt, .tsv or .json (eight built-in prompts)", metavar="FILE"
     )
     images: int = option(
-        8, f"least number of images per tree; large on a processor {LARGE['images']}", low=1
+        8,
+        f"least number of images per tree; large on a processor {LARGE['images']}",
+        name="--num-images",
+        low=1,
     )
     seed: int = option(0, "of the first image")
     profile: Path | None = option(
-        None, "reuse the acceptance statistics of an earlier --report", metavar="FILE.json"
+        None, "reuse the acceptance statistics of an earlier report", metavar="FILE.json"
     )
-    output: Path | None = option(None, "write the tree, for `generate --tree`", metavar="TREE.json")
+    output: Path | None = option(
+        None, "write the tree, which `generate` takes as a tree", metavar="TREE.json"
+    )
     report: Path | None = option(None, "write all measurements", metavar="FILE.json")
     force: bool = option(False, "replace existing files")
 
@@ -59,10 +64,11 @@ class TuneOptions:
 
     def __post_init__(self) -> None:
         if self.setting.method not in TUNABLE:
-            raise OptionError(f"--method {self.method} cannot be tuned", hint=choices(TUNABLE))
+            what = words(Arg("method", self.method), "cannot be tuned")
+            raise OptionError(what, hint=choices(TUNABLE))
         if self.setting.tree is not None:
-            what = f"--method {self.method} has a tree of its own"
-            raise OptionError(what, "tune searches for the tree", "the method without @TREE")
+            what = words(Arg("method", self.method), "has a tree of its own")
+            raise OptionError(what, "tune searches for the tree", "the method without a tree")
         check_ranges(self)
         last = MAX_SEED - HELD_OUT - self.images - self.batch_size
         require(0 <= self.seed <= last, "seed", self.seed, f"0 to {last}")
@@ -82,7 +88,7 @@ def read_profile(file: Path) -> tuple[ChildCounts, tuned_trees.Situation]:
     except OSError as error:
         raise OptionError(f"cannot read {file}", str(error)) from error
     except (ValueError, KeyError, TypeError) as error:
-        why = "expected the --report of an earlier run"
+        why = words("it is not the", Arg("report"), "of an earlier run")
         raise OptionError(f"{file} holds no profile", why) from error
 
 

@@ -16,7 +16,8 @@ from lantern_hpu import __version__
 from lantern_hpu.backends import BACKENDS
 from lantern_hpu.backends.hpu import env as hpu_env
 from lantern_hpu.bench.report import write_report
-from lantern_hpu.errors import OptionError, OutputError, choices, option, require
+from lantern_hpu.errors import OptionError, OutputError, choices, require
+from lantern_hpu.fields import option
 from lantern_hpu.files import reading
 from lantern_hpu.verify.items import Question, Result, Stage, items_of, stages_of
 

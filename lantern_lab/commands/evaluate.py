@@ -21,7 +21,6 @@ from lantern_hpu.commands import options
 from lantern_hpu.commands.options import Parser, add_fields, from_args, given_fields
 from lantern_hpu.core import Sampling
 from lantern_hpu.errors import OptionError, choices, exit_code, listed
-from lantern_hpu.methods.setting import FORM, Setting
 from lantern_hpu.models.files.names import Given
 from lantern_lab.evaluate.metrics import PUBLISHED
 from lantern_lab.evaluate.options import (
@@ -69,10 +68,10 @@ def add_drawn(group: argparse._ArgumentGroup) -> None:
     add_fields(group, Given)
     add("--preset", help=f"protocol: {protocols} ({SCENES} for the embedded model)")
     add_fields(group, Library, "prompts", "prompts_file")
-    add("--rows", help=f"comma-separated, {FORM} (the preset's; of {SCENES}: {SCENES_ROWS})")
+    options.add_method_options(group, f"the preset's; of {SCENES}: {SCENES_ROWS}")
     panels = f"for {SCENES}: captions with four images each, to compare by eye"
     add_fields(group, PaintedOptions, "images", "panels", images=images, panels=panels)
-    add_fields(group, EvaluateOptions, "tree", "seed", "batch_size")
+    add_fields(group, EvaluateOptions, "seed", "batch_size")
     add(
         "--no-floor",
         action="store_true",
@@ -115,16 +114,16 @@ def library_of(args: argparse.Namespace, preset: str) -> Library:
     if args.metrics == NO_METRIC:
         metrics = ()
     elif args.metrics is not None:
-        metrics = tuple(listed(args.metrics, "--metrics", "metric", tuple(PUBLISHED)))
+        metrics = tuple(listed(args.metrics, "metrics", "metric", PUBLISHED))
     return from_args(Library, args, preset=preset_of(preset), metrics=metrics)
 
 
 def evaluate_request(args: argparse.Namespace) -> EvaluateRequest:
     preset = preset_for(args)
     library = None if preset == SCENES else library_of(args, preset)
-    rows = args.rows or (SCENES_ROWS if library is None else library.preset.rows)
+    rows = SCENES_ROWS if library is None else library.preset.rows
     made = {
-        "settings": [Setting.parse(text) for text in listed(rows, "--rows")],
+        "settings": options.settings_of(args, rows),
         "library": library,
         "painted": from_args(PaintedOptions, args) if library is None else PaintedOptions(),
         "options": from_args(EvaluateOptions, args, floor=not args.no_floor),

@@ -1,6 +1,6 @@
 """Measure how far each method moves the distribution of the next token.
 
-    lantern-hpu fidelity --images 64 --output fidelity.json
+    lantern-hpu fidelity --num-images 64 --output fidelity.json
 
 What is measured, and how: `lantern_lab/fidelity.py`.
 """
@@ -20,13 +20,15 @@ from lantern_hpu.commands.options import (
     Parser,
     add_device_options,
     add_fields,
+    add_method_options,
     file_path,
     from_args,
+    settings_of,
 )
-from lantern_hpu.errors import exit_code, listed
+from lantern_hpu.errors import exit_code
 from lantern_hpu.files import check_free
 from lantern_hpu.methods.relaxation import EXACT
-from lantern_hpu.methods.setting import FORM, METHODS, Setting
+from lantern_hpu.methods.setting import METHODS, Setting
 from lantern_hpu.results.tables import markdown
 from lantern_lab.evaluate.options import FidelityOptions
 
@@ -44,11 +46,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--model", default="builtin", help="`builtin`, or a model folder (builtin)")
     add_device_options(parser, graphs=False)
-    parser.add_argument(
-        "--rows",
-        default=DEFAULT_ROWS,
-        help=f"comma-separated, {FORM} ({DEFAULT_ROWS})",
-    )
+    add_method_options(parser, DEFAULT_ROWS)
     add_fields(parser, FidelityOptions)
     parser.add_argument("--output", type=file_path, default=None, metavar="FILE.json")
     parser.add_argument("--force", action="store_true", help="replace an existing file")
@@ -78,8 +76,9 @@ def fidelity_table(rows: Sequence[dict[str, Any]]) -> str:
     head = ("method", "setting", "tokens a step", "ms an image", "TV of the next token")
     lines = []
     for row in rows:
-        method, _, preset = row["row"].partition(":")
-        setting = preset or ("default" if METHODS[method].relaxation else "exact")
+        method = row["method"]
+        left_open = "default" if METHODS[method].relaxation else "exact"
+        setting = row["row"].removeprefix(method).lstrip(":") or left_open
         figures = f"{row['tokens_per_step']:.2f}", f"{row['ms_per_image']:.0f}"
         lines.append((method, setting, *figures, tv_text(row)))
     return markdown(head, lines)
@@ -95,7 +94,7 @@ def tv_text(row: dict[str, Any]) -> str:
 
 
 def measure_fidelity(args: argparse.Namespace, argv: Sequence[str]) -> None:
-    settings = [Setting.parse(text) for text in listed(args.rows, "--rows")]
+    settings = settings_of(args, DEFAULT_ROWS)
     options = from_args(FidelityOptions, args)
     if args.output:
         check_free([args.output], args.force)

@@ -16,7 +16,8 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 
 from lantern_hpu.commands.options import Parser, add_fields, from_args
-from lantern_hpu.errors import OptionError, OutputError, choices, exit_code, option
+from lantern_hpu.errors import OptionError, OutputError, choices, exit_code
+from lantern_hpu.fields import option
 from lantern_hpu.files import amount
 from lantern_hpu.zoo import registry
 from lantern_hpu.zoo.registry import KnownModel

@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from lantern_hpu.backends import prepare
 from lantern_hpu.core import Request, Sampling
-from lantern_hpu.errors import OptionError
+from lantern_hpu.errors import Arg, OptionError, words
 from lantern_hpu.fields import MAX_SEED
 from lantern_hpu.files import parse_json, write_file
-from lantern_hpu.methods.setting import METHODS, Resolved, Setting
+from lantern_hpu.methods.setting import Resolved
 from lantern_hpu.results.progress import ProgressBar
-from lantern_hpu.tree import load_tree
 from lantern_hpu.workers import share_work
 from lantern_lab.evaluate.folder import check_same
 from lantern_lab.evaluate.options import EvaluateRequest
@@ -58,24 +57,12 @@ class Column:
         return {name: about[name] for name in ("method", "tree", "relaxation")}
 
 
-def settings_columns(
-    pipeline: LanternPipeline, settings: Sequence[Setting], tree: str | None, size: int, floor: bool
-) -> list[Column]:
-    """What the settings come to with this model; and `ar` once more, for the floor.
-
-    Args:
-        tree: comma-separated, each for the methods that can draft it; None for each method's own.
-        size: of a batch.
-    """
-    trees = [load_tree(name) for name in tree.split(",")] if tree else []
-    result = []
-    for setting in settings:
-        name, takes = str(setting), METHODS[setting.drafting].takes
-        if setting.tree is None and (chosen := next(filter(takes, trees), None)):
-            setting = replace(setting, tree=chosen)
-        result.append(Column(name, pipeline.resolve(setting, size)))
-    first = [column for column in result if column.name == "ar"]
-    return result + [replace(column, name=AGAIN, shift=OTHER_SEEDS) for column in first if floor]
+def settings_columns(pipeline: LanternPipeline, request: EvaluateRequest) -> list[Column]:
+    """What the settings come to with this model; and `ar` once more, for the floor."""
+    size = request.options.batch_size
+    result = [Column(str(setting), pipeline.resolve(setting, size)) for setting in request.settings]
+    first = [column for column in result if column.name == "ar" and request.options.floor]
+    return result + [replace(column, name=AGAIN, shift=OTHER_SEEDS) for column in first]
 
 
 # ------------------------------------------------------------------------------------ pictures of a setting
@@ -188,7 +175,9 @@ class Drawing:
             )
         last = self.seed + OTHER_SEEDS + len(self.items)
         if not 0 <= self.seed <= last <= MAX_SEED:
-            raise OptionError(f"--seed is {self.seed}", f"allowed: 0 to {MAX_SEED - OTHER_SEEDS}")
+            raise OptionError(
+                words(Arg("seed"), f"is {self.seed}"), f"allowed: 0 to {MAX_SEED - OTHER_SEEDS}"
+            )
         left = {}
         for column in wanted:
             pictures = self.folder_of(column)
@@ -261,7 +250,7 @@ def open_picture_worker(
 
     pipeline = LanternPipeline.from_pretrained(request.model, given=request.given, **vars(device))
     size, images = options.batch_size, len(items)
-    wanted = settings_columns(pipeline, request.settings, options.tree, size, options.floor)
+    wanted = settings_columns(pipeline, request)
     drawing = Drawing(pipeline, items, sampling, options.seed, size, request.output)
 
     def draw_piece(numbers: list[int]) -> list[Line]:

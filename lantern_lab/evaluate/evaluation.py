@@ -75,7 +75,7 @@ class Evaluation:
         self.drawing = Drawing(
             pipeline, scorer.items, self.sampling, options.seed, size, self.output
         )
-        self.columns = settings_columns(pipeline, self.settings, options.tree, size, options.floor)
+        self.columns = settings_columns(pipeline, request)
 
     def run(self) -> str:
         """Draw what is missing, score everything, write all files; returns the table."""

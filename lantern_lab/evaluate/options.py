@@ -9,8 +9,8 @@ from typing import Any
 
 from lantern_hpu.backends import DeviceOptions
 from lantern_hpu.core import Sampling
-from lantern_hpu.errors import OptionError, check_ranges, option
-from lantern_hpu.fields import MAX_IMAGES
+from lantern_hpu.errors import Arg, OptionError, words
+from lantern_hpu.fields import MAX_IMAGES, check_ranges, option
 from lantern_hpu.methods.setting import AUTO, Setting
 from lantern_hpu.models.files.names import Given
 from lantern_lab.evaluate.protocols import Library
@@ -22,7 +22,9 @@ EXPORTED = ("geneval", "dpg")  # sets whose benchmarks read pictures in a layout
 class FidelityOptions:
     """How much is measured."""
 
-    images: int = option(64, "positions to measure, one per image", low=1, high=MAX_IMAGES)
+    images: int = option(
+        64, "positions to measure, one per image", name="--num-images", low=1, high=MAX_IMAGES
+    )
     draws: int = option(
         256, "samples per position to estimate rejected drafts of a static tree", low=1
     )
@@ -41,10 +43,6 @@ class EvaluateOptions:
         floor: draw `ar` with a second set of seeds.
     """
 
-    tree: str | None = option(
-        None,
-        "comma-separated draft trees; each applies to the methods that use its kind (method default)",
-    )
     seed: int = option(0, "seed of the first image", low=0)
     batch_size: int = option(8, "images per batch", low=1)
     rounds: int = option(200, "bootstrap samples", low=2)
@@ -64,7 +62,9 @@ class EvaluateOptions:
 class PaintedOptions:
     """Pictures of the embedded model's protocol; a Frechet distance of 64 features needs more than 64."""
 
-    images: int = option(400, "captions that are drawn once each", low=65, high=MAX_IMAGES)
+    images: int = option(
+        400, "captions that are drawn once each", name="--num-images", low=65, high=MAX_IMAGES
+    )
     panels: int = option(
         25, "captions with four images each, to compare by eye", low=2, high=MAX_IMAGES
     )
@@ -94,7 +94,7 @@ class EvaluateRequest:
     given: Given = field(default_factory=Given)
     device: DeviceOptions = field(default_factory=DeviceOptions)
     folders: Mapping[str, Path] = field(default_factory=dict)
-    images: int | None = None
+    images: int | None = option(None, "", name="--num-images")
     model: str = option("builtin", "model name, Hub id, folder or weights file")
     workers: int | None = option(
         None,
@@ -111,12 +111,13 @@ class EvaluateRequest:
         check_ranges(self)
         Sampling(**self.sampling)
         if self.export and (self.library is None or self.library.prompts not in EXPORTED):
-            hint = "--prompts geneval, or dpg"
-            raise OptionError("--export needs the prompts of a benchmark", hint=hint)
-        if self.workers is not None and (self.options.places or self.options.tree == AUTO):
-            why = "the process that scores does not draw"
-            hint = "the same command without --workers goes on with what was drawn"
-            raise OptionError(f"--workers excludes --places and --tree {AUTO}", why, hint)
+            hint = words(Arg("prompts", "geneval"), "or dpg")
+            raise OptionError(words(Arg("export"), "needs the prompts of a benchmark"), hint=hint)
+        tuned = any(setting.tree == AUTO for setting in self.settings)
+        if self.workers is not None and (self.options.places or tuned):
+            what = words(Arg("workers"), "excludes", Arg("places"), "and", Arg("tree", AUTO))
+            hint = words("the same command without", Arg("workers"), "goes on with what was drawn")
+            raise OptionError(what, "the process that scores does not draw", hint)
 
 
 def folders_of(texts: Sequence[str]) -> dict[str, Path]:
@@ -125,8 +126,8 @@ def folders_of(texts: Sequence[str]) -> dict[str, Path]:
     for text in texts:
         name, equals, place = text.partition("=")
         if not equals or not name or name in folders:
-            raise OptionError(f"--folder is {text}", "a new NAME=FOLDER was expected")
+            raise OptionError(words(Arg("folder"), f"is {text}"), "a new NAME=FOLDER was expected")
         if not Path(place).is_dir():
-            raise OptionError(f"--folder is {text}", f"{place} is no folder")
+            raise OptionError(words(Arg("folder"), f"is {text}"), f"{place} is not a folder")
         folders[name] = Path(place)
     return folders

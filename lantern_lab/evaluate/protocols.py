@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from lantern_hpu.errors import OptionError, choices, option
+from lantern_hpu.errors import OptionError, choices
+from lantern_hpu.fields import option
 from lantern_lab.evaluate.metrics import PUBLISHED
 from lantern_lab.evaluate.sets import SETS
 

@@ -105,14 +105,14 @@ def main() -> None:
     add("--model", default="builtin")
     add("--prompt", default="a lighthouse at sunset")
     add("--seed", type=int, default=3)
-    add("--methods", default="ar,eagle@chain,lantern++@chain")
+    add("--method", default="ar,eagle@chain,lantern++@chain")
     add("--scale", type=int, default=2, help="of a picture's pixels")
     add("--output", type=Path, default=Path("race.gif"))
     add("--force", action="store_true")
     args = parser.parse_args()
     pipe = LanternPipeline.from_pretrained(args.model, device="cpu")
     columns = pipe.model.target.config.columns
-    runs = [draw(pipe, method, args.prompt, args.seed) for method in args.methods.split(",")]
+    runs = [draw(pipe, method, args.prompt, args.seed) for method in args.method.split(",")]
     last = max(run.seconds for run in runs)
     moments = [i / RATE for i in range(int(last * RATE) + 2)]
     frames = [frame(runs, moment, args.scale, columns) for moment in moments]

@@ -1,8 +1,8 @@
 """Does an image depend on how it is drawn? Counted, by processor form and method.
 
-    python -m scripts.measure.batches --layouts native,plain --methods ar,scd@16 --images 40 --output counted.json
+    python -m scripts.measure.batches --layouts native,plain --method ar,scd@16 --num-images 40 --output counted.json
     python -m scripts.measure.batches --layouts native --ways closed-1,workers-2,threads-2 --output counted.json
-    python -m gaudi_emulator -m scripts.measure.batches --device hpu --images 2 --output counted.json
+    python -m gaudi_emulator -m scripts.measure.batches --device hpu --num-images 2 --output counted.json
 
 The images of the first way, batches of one, are drawn again in the others:
 
@@ -248,9 +248,9 @@ def count(args: argparse.Namespace) -> list[dict[str, Any]]:
     record = Record(args.output, how)
     ways = list(dict.fromkeys([FIRST, *args.ways.split(",")]))
     for layout in args.layouts.split(","):
-        for method in args.methods.split(","):
+        for method in args.method.split(","):
             drawer = Drawer(how | {"layout": layout}, method)
-            draw_case(drawer, ways, args.images, record)
+            draw_case(drawer, ways, args.num_images, record)
             drawer.close()
     return record.rows()
 
@@ -281,10 +281,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--device", default="cpu")
     add("--dtype", default="auto")
     add("--layouts", default="auto")
-    add("--methods", default="ar,scd@16", help="settings, comma-separated")
+    add("--method", default="ar,scd@16", help="settings, comma-separated")
     add("--ways", default=WAYS, help=f"comma-separated ({WAYS})")
     add("--threads", type=int, default=1, help="of all ways but threads-N (1)")
-    add("--images", type=int, default=40)
+    add("--num-images", type=int, default=40)
     add("--output", type=Path)
     args = parser.parse_args(argv)
 

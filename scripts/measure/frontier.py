@@ -1,7 +1,7 @@
 """Tokens a step against what they cost: the meter's TV of a token, by rule, over many settings.
 
-    python -m scripts.measure.frontier --images 32 --output tv.json --plot tv.png
-    python -m scripts.measure.frontier --images 32 --output tv.json --rows scd:tv=0.2@16,scd:distance=3@16
+    python -m scripts.measure.frontier --num-images 32 --output tv.json --plot tv.png
+    python -m scripts.measure.frontier --num-images 32 --output tv.json --method scd:tv=0.2@16,scd:distance=3@16
 
 Settings that the file has are not drawn again, so that a run that was stopped goes on, and more can be added. It counts
 steps, so it needs no quiet machine.
@@ -94,20 +94,20 @@ def main() -> None:
     parser = argparse.ArgumentParser("frontier", description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--model", default="builtin", help="as for `generate` (builtin)")
-    add("--rows", default=ROWS, help="settings")
-    add("--images", type=int, default=32, help="of each setting (32)")
+    add("--method", default=ROWS, help="settings")
+    add("--num-images", type=int, default=32, help="of each setting (32)")
     add("--batch-size", type=int, default=8, help="images decoded together (8)")
     add("--output", type=Path, required=True, metavar="FILE.json", help="what it has is kept")
     add("--plot", type=Path, metavar="FILE.png")
     args = parser.parse_args()
     known = json.loads(args.output.read_text())["rows"] if args.output.exists() else []
-    missing = [text for text in args.rows.split(",") if text not in {row["row"] for row in known}]
+    missing = [text for text in args.method.split(",") if text not in {row["row"] for row in known}]
     pipeline = LanternPipeline.from_pretrained(args.model)
     prompts = usual_prompts(pipeline.model.condition.takes_classes)
     for asked in tqdm(missing, unit="setting"):
         setting = pipeline.resolve(asked)
         how = pipeline.model.sampling, setting.relaxation
-        requests = in_turn(prompts, range(args.images), 0, *how)
+        requests = in_turn(prompts, range(args.num_images), 0, *how)
         result = pipeline.draw(requests, setting, args.batch_size)
         known.append(row_of(asked, setting, result.records))
         document = {"model": args.model, "weights": pipeline.model.files, "rows": known}

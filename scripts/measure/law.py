@@ -1,7 +1,7 @@
 """Does a device draw from the model's own distribution? First tokens of thousands of seeds, by method.
 
     python -m scripts.measure.law --device cpu --seeds 4096 --output law.json
-    python -m scripts.measure.law --device cuda --methods ar,scd@16,eagle --relaxed scd:tv=0.2@16
+    python -m scripts.measure.law --device cuda --method ar,scd@16,eagle --relaxed scd:tv=0.2@16
 
 The exact distribution is that of the plain model on the CPU in float32; see `lantern_hpu/verify/distribution.py`. Of
 lossless methods the chance of what was seen has to be 1e-4 or more, or the program ends with 1. Of relaxed ones the
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     )
     prompt = args.prompt or usual_prompts(pipeline.model.condition.takes_classes)[0]
     rows: list[dict[str, Any]] = []
-    lossless = [name for name in args.methods.split(",") if name]
+    lossless = [name for name in args.method.split(",") if name]
     for name in tqdm([*lossless, *(n for n in args.relaxed.split(",") if n)], unit="method"):
         found = measure(pipeline, host, pipeline.resolve(name), prompt, args.seeds)
         rows.append({"row": name, "lossless": name in lossless, **found._asdict()})
@@ -62,7 +62,7 @@ def main() -> int:
     add("--graphs", default="auto", help="as for `generate` (auto)")
     add("--prompt", help="of all images (the first of the usual ones)")
     add("--seeds", type=int, default=4096, help="of each method, a multiple of 64 (4096)")
-    add("--methods", default=LOSSLESS, help=f"lossless settings ({LOSSLESS})")
+    add("--method", default=LOSSLESS, help=f"lossless settings ({LOSSLESS})")
     add(
         "--relaxed",
         default=RELAXED,

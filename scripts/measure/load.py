@@ -1,6 +1,6 @@
 """Bounded load on a server of this machine: images a second and latencies, against closed batches in the same run.
 
-    python -m scripts.measure.load --images 64 --slots 8
+    python -m scripts.measure.load --num-images 64 --slots 8
 
 The server runs in a process of its own, on the loopback address, with a model of this machine. Measured are, one
 after the other so that none disturbs the other: closed batches of as many images as there are slots; single images
@@ -13,7 +13,7 @@ sends mixed requests instead, 32 at a time, of which every third is hostile (`sc
 images with those of `generate`, counts answers and their shapes, holds the server's counters against them, and says
 what the server held of memory, descriptors and threads when it was ready, after a quarter, and in the end.
 
-    python -m scripts.measure.load --clients 4 --images 32 --model FOLDER [--checkout OTHER]
+    python -m scripts.measure.load --clients 4 --num-images 32 --model FOLDER [--checkout OTHER]
 
 keeps so many clients waiting for an image each, and says how many images a second they have. `--checkout` has the code
 of another version serve, so that the two can be compared.
@@ -446,9 +446,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--model", default="builtin")
     add("--method", default="ar")
     add("--slots", type=int, default=8)
-    add("--images", type=int, default=64, help="of each measurement")
+    add("--num-images", type=int, default=64, help="of each measurement")
     add("--soak", action="store_true", help="mixed requests instead, 32 at a time")
-    add("--minutes", type=float, default=0, help="of --soak, in place of --images")
+    add("--minutes", type=float, default=0, help="of --soak, in place of --num-images")
     add("--fair", action="store_true", help="two methods beside each other instead")
     add("--seconds", type=float, default=40.0, help="of each part of --fair (40)")
     add("--clients", type=int, help="so many, each of which waits for its image, instead")
@@ -458,15 +458,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if Path(args.model).exists():  # the server may run in another folder
         args.model = str(Path(args.model).resolve())
     if args.clients:
-        asked = (args.model, args.method, args.slots, args.images, args.clients, args.options)
+        asked = (args.model, args.method, args.slots, args.num_images, args.clients, args.options)
         found = by_clients(*asked, args.checkout.resolve())
     elif args.fair:
         settings = args.method if "," in args.method else "ar,scd@16"
         found = fair(args.model, settings, args.slots, args.seconds)
     elif args.soak:
-        found = soak(args.model, args.method, args.slots, args.images, args.minutes)
+        found = soak(args.model, args.method, args.slots, args.num_images, args.minutes)
     else:
-        found = measure(args.model, args.method, args.slots, args.images)
+        found = measure(args.model, args.method, args.slots, args.num_images)
     print(json.dumps(found, indent=2))
     return 0
 

@@ -60,13 +60,13 @@ def tasks(images: int, processor: str) -> dict[str, Task]:
     return {
         "sheets": Task("scripts.docs.readme_pictures", {"examples.png": IMAGES / "examples.png"}),
         "evaluate": Task(
-            f"lantern_hpu evaluate --preset scenes --rows {EVALUATED} --images {images} "
+            f"lantern_hpu evaluate --preset scenes --method {EVALUATED} --num-images {images} "
             "--workers 2 --threads 1 --batch-size 8 --output pictures",
             pictures,
         ),
         "tv": Task("scripts.measure.frontier --output tv.json --plot tv.png", tv),
         "bench": Task(
-            f"lantern_hpu bench --device cpu --batch-sizes 1 --graphs eager --methods {MEASURED} "
+            f"lantern_hpu bench --device cpu --batch-sizes 1 --graphs eager --method {MEASURED} "
             f"--interleave --output {bench} --force",
             {bench: RESULTS / bench},
         ),
@@ -92,12 +92,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Make all that shows the embedded model again.")
     parser.add_argument("--data-dir", type=Path, default=Path("data"))
     parser.add_argument("--only", help="names of steps, with commas between")
-    parser.add_argument("--images", type=int, default=1000, help="captions of the evaluation")
+    parser.add_argument("--num-images", type=int, default=1000, help="captions of the evaluation")
     parser.add_argument("--processor", default="cpu", help="ends the name of the benchmark's file")
     args = parser.parse_args()
     work = (args.data_dir / "renewed" / weights()).resolve()
     work.mkdir(parents=True, exist_ok=True)
-    known = tasks(args.images, args.processor)
+    known = tasks(args.num_images, args.processor)
     wanted = args.only.split(",") if args.only else list(known)
     if unknown := sorted(set(wanted) - set(known)):
         names = ", ".join(unknown)

@@ -181,11 +181,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Check what windows promise.")
     parser.add_argument("what", choices=("same", "lossless"))
     parser.add_argument("--model", default="builtin")
-    parser.add_argument("--images", type=int, help="same: 200, lossless: 128")
+    parser.add_argument("--num-images", type=int, help="same: 200, lossless: 128")
     parser.add_argument("--window", type=int, default=16)
     parser.add_argument("--batch-size", type=int, default=8)
     args = parser.parse_args()
-    images = args.images or {"same": 200, "lossless": 128}[args.what]
+    images = args.num_images or {"same": 200, "lossless": 128}[args.what]
     require(images % 8 == 0, "images", images, "a multiple of 8, so that pairs share prompts")
     pipeline = LanternPipeline.from_pretrained(args.model, graphs="eager", layout="plain")
     check = same if args.what == "same" else lossless

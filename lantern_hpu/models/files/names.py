@@ -8,7 +8,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from lantern_hpu.errors import OptionError, WeightsError, option, option_name
+from lantern_hpu.errors import OptionError, WeightsError
+from lantern_hpu.fields import argument_name, option
 from lantern_hpu.files import ASSETS, file_in, reading, reported_as, sha256
 from lantern_hpu.models.config import ModelConfig, T5Config
 
@@ -78,7 +79,11 @@ class Given:
         return {n: given_path(p) for n in OPTIONS if (p := getattr(self, n)) is not None}
 
 
-OPTIONS = {part.name: option_name(part) for part in fields(Given) if part.name != "image_size"}
+OPTIONS = {
+    part.name: f"--{argument_name(part).replace('_', '-')}"
+    for part in fields(Given)
+    if part.name != "image_size"
+}
 
 
 def given_path(text: str) -> Path:
