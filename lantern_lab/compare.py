@@ -17,11 +17,11 @@ from string import ascii_uppercase
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lantern_hpu.bench.columns import EAGER, SpeedRow
-from lantern_hpu.bench.report import Report, read_report
 from lantern_hpu.errors import OptionError
 from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.results.tables import Table, figure
 from lantern_lab import plots
+from lantern_lab.reports import Report, read_report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

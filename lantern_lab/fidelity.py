@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lantern_hpu.bench.measure import image_seconds
 from lantern_hpu.core import Request
 from lantern_hpu.decode.accept import Acceptance, Blend, Bounds, Node
 from lantern_hpu.decode.engine import StepTrace
@@ -40,6 +39,7 @@ from lantern_hpu.results.images import tokens_per_step
 from lantern_hpu.results.progress import ProgressBar
 from lantern_hpu.results.prompts import usual_prompts
 from lantern_hpu.tree import Tree
+from lantern_lab.evaluate.drawing import seconds_of
 from lantern_lab.evaluate.options import FidelityOptions
 
 BATCH = 8  # images whose places are found together
@@ -245,7 +245,7 @@ def speed(
     result = pipeline.draw(requests, setting, 1)
     return {
         "tokens_per_step": tokens_per_step(result.records),
-        "ms_per_image": 1000 * image_seconds(result.timing, options.timed),
+        "ms_per_image": 1000 * seconds_of(result.timing) / options.timed,
     }
 
 

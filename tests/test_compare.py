@@ -16,7 +16,6 @@ import pytest
 from matplotlib.figure import Figure
 
 from lantern_hpu.bench.columns import PARTS, SpeedRow, relaxed_name, with_speeds
-from lantern_hpu.bench.report import check_report
 from lantern_hpu.methods.relaxation import EXACT, PRESETS, Multiplicative, parse
 from lantern_lab.commands import compare
 from lantern_lab.compare import (
@@ -29,6 +28,7 @@ from lantern_lab.compare import (
     names_of,
 )
 from lantern_lab.plots import STYLE
+from lantern_lab.reports import check_report
 from tests.marks import mostly_slow
 
 Report = dict[str, Any]
@@ -272,12 +272,12 @@ WHOLE = json.dumps(report_of())
 BAD: dict[str, tuple[str | None, list[str], str]] = {  # file's content, options, what is said
     "newer": (json.dumps(report_of() | {"version": 3}), [], "newer"),
     "older": (json.dumps({"kind": "lantern_hpu.bench", "rows": []}), [], "version 1"),
-    "empty": ("", [], "is empty"),
-    "truncated": (WHOLE[:5000], [], "is cut off"),
-    "no JSON": ("# figures", [], "is not JSON"),
-    "NaN": (WHOLE.replace("2.0", "NaN", 1), [], "NaN is no number"),
+    "empty": ("", [], "cannot read"),
+    "truncated": (WHOLE[:5000], [], "cannot read"),
+    "no JSON": ("# figures", [], "cannot read"),
+    "NaN": (WHOLE.replace("2.0", "NaN", 1), [], "not JSON compliant"),
     "another kind": ('{"kind": "lantern_hpu.fidelity"}', [], "not a report of lantern_hpu.bench"),
-    "a list": ("[]", [], "not a report of lantern_hpu.bench"),
+    "a list": ("[]", [], "not an object"),
     "missing": (None, [], "cannot read"),
     "twice": (WHOLE, ["x.json"], "is given twice"),
 }

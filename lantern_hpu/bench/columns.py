@@ -19,7 +19,8 @@ PARTS = ("draft", "tables", "verify", "accept", "commit", "host")  # of a step
 
 def column(about: str = "", **more: Any) -> Any:
     """A field of a row; `more` are `kind`, its type for the schema; `above_zero`; `newer`: old files lack it."""
-    return field(metadata={"about": about, **more})
+    given = {"default": more.pop("default")} if "default" in more else {}
+    return field(**given, metadata={"about": about, **more})
 
 
 def timed(about: str = "", **more: Any) -> Any:
@@ -94,13 +95,9 @@ class SpeedRow:
     peak_memory_bytes: int | None = column(
         "while the row was measured, on CUDA and HPU; elsewhere of the process so far"
     )
-    # Beside the other rows: see `with_speeds`
-    speed_against_ar: float | None = field(
-        default=None, metadata={"about": "of the same graph mode and batch"}
-    )
-    speed_against_eager: float | None = field(
-        default=None, metadata={"about": "of the same method, tree and batch"}
-    )
+    # Against other rows: see `with_speeds`
+    speed_against_ar: float | None = column("of the same graph mode and batch", default=None)
+    speed_against_eager: float | None = column("of the same method, tree and batch", default=None)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> SpeedRow:

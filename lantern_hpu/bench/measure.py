@@ -40,14 +40,9 @@ def seconds_of(backend: Backend, function: Callable[[], object], calls: int = 1)
     return (device_time(backend) - began) / calls
 
 
-def image_seconds(timing: RunStats, images: int) -> float:
-    """Prompt to pixels, without loading and warm-up."""
-    return (timing.text_s + timing.generate_s + timing.decode_s) / images
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    """What this share of the values does not exceed, between neighbours in proportion."""
-    return float(np.quantile(values, share))
+def percentiles(name: str, values: Sequence[float]) -> dict[str, float]:
+    """The median and the 95th percentile of a figure, between neighbours in proportion."""
+    return {f"p{p}_{name}": float(np.percentile(values, p)) for p in (50, 95)}
 
 
 # ------------------------------------------------------------------------------------ the floor of a step
@@ -92,10 +87,6 @@ class StepPasses(NamedTuple):
         levels = tuple(Pass(len(level), len(level)) for level in tree.frontiers[1:])
         # Logits at the nodes with children, and at the one where the walk stops
         return cls((catch_up, *levels), Pass(tree.size, len(tree.expanded) + 1))
-
-    def as_json(self) -> dict[str, Any]:
-        """`[tokens, logits]` of each pass."""
-        return {"draft": list(map(list, self.draft)), "verify": list(self.verify)}
 
 
 class Floor(NamedTuple):
@@ -218,12 +209,6 @@ BRIEF_WARM_UP = (
 WARM_UP = f"{BRIEF_WARM_UP}; then {WARM_STEPS} steps of the first batch"
 
 
-def conditional(accepted: Sequence[int], steps: int) -> list[float | None]:
-    """How often a depth was accepted where the one before it was; None where that never happened."""
-    before = [steps, *accepted]
-    return [now / last if last else None for now, last in zip(accepted, before, strict=False)]
-
-
 def step_alone(engine: Engine, prefix: Prefix, requests: Sequence[Request], most: int) -> float:
     """Milliseconds of a step, of `most` at most that follow each other at once: nothing is fed or read between them."""
     engine.start(prefix, requests)
@@ -326,9 +311,9 @@ class RunMeter:
         """The case with what is known of the batches drawn."""
         case, setting = self.case, self.case.setting
         memory = self.pipeline.backend.memory()
-        counted = self.engine.report()
+        counted = self.engine.report()  # without the steps that are taken for their parts
         reads = counted.host_reads - self.before.host_reads
-        about = self.image_figures() | self.acceptance() | self.step_figures()
+        figures = self.image_figures() | self.acceptance() | self.step_figures()
         stats = self.engine.report()
         return SpeedRow(
             method=setting.method,
@@ -345,7 +330,7 @@ class RunMeter:
             startup_s=self.startup_s + self.warmup_s,
             state_bytes=sum(tensor.nbytes for tensor in self.engine.state.tensors().values()),
             peak_memory_bytes=memory.peak,
-            **about,
+            **figures,
         )
 
     def image_figures(self) -> dict[str, Any]:
@@ -355,10 +340,8 @@ class RunMeter:
             "images": images,
             "batch_seconds": batches,
             "seconds_per_image": sum(batches) / images,
-            "p50_seconds_per_image": quantile(each, 0.5),
-            "p95_seconds_per_image": quantile(each, 0.95),
-            "p50_batch_s": quantile(batches, 0.5),
-            "p95_batch_s": quantile(batches, 0.95),
+            **percentiles("seconds_per_image", each),
+            **percentiles("batch_s", batches),
             "images_per_second": images / sum(batches),
             "prefill_s_per_image": self.timing.prefill_s / self.runs / size,
             "steps_s_per_image": sum(seconds for seconds, _ in self.blocks) / images,
@@ -374,7 +357,11 @@ class RunMeter:
             "tokens_per_step": tokens_per_step(records),
             "accepted_per_step": sum(accepted) / steps,
             "accepted_by_depth": [count / steps for count in accepted],
-            "accept_rate_by_depth": conditional(accepted, steps),
+            # Of the steps that accepted the depth before; None where there were none
+            "accept_rate_by_depth": [
+                now / last if last else None
+                for now, last in zip(accepted, [steps, *accepted], strict=False)
+            ],
             "relaxed_accepts_per_image": sum(record.relaxed_accepts for record in records) / images,
             "tv_per_token": mean_tv(records),
         }
@@ -392,12 +379,11 @@ class RunMeter:
         return {
             "steps": len(each),
             "ms_per_step": mean,
-            "p50_ms_per_step": quantile(each, 0.5),
-            "p95_ms_per_step": quantile(each, 0.95),
+            **percentiles("ms_per_step", each),
             "step_alone_ms": alone,
             "host_share": max(0.0, 1 - alone / mean),
             "eager_step_ms": parts,
-            "step_passes": passes.as_json(),
+            "step_passes": passes._asdict(),
             "floor_ms": 1000 * least.step,
             "floor_ratio": 1000 * least.step / mean,
             "verify_floor_ms": 1000 * least.verify,

@@ -4,8 +4,8 @@
 
 Every figure is measured on this machine. Each (method, tree, graph mode, batch size) is warmed up - captured,
 replayed, and run for a few steps - before anything is timed, and the warm-up is reported, not hidden. Speed is given
-against `ar` in the same graph mode and batch, and against the method's own eager run. `bench/report.py` has the schema
-of the report; `lantern-hpu compare` puts several of them together.
+against `ar` in the same graph mode and batch, and against the method's own eager run. `bench/columns.py` has the
+fields of the report; `lantern-hpu compare` puts several of them together.
 """
 
 from __future__ import annotations

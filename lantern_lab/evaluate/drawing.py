@@ -28,6 +28,7 @@ from lantern_lab.evaluate.sets import Item
 
 if TYPE_CHECKING:
     from lantern_hpu.pipeline import LanternPipeline
+    from lantern_hpu.results.images import RunStats
 
 ROUND = 8  # batches of a setting before the next one's turn
 OTHER_SEEDS = 10**9  # added to those of the second set of `ar`
@@ -200,14 +201,18 @@ class Drawing:
         """One batch: its pictures are written, their lines are not."""
         requests = [self.request(column, index) for index in indices]
         result = self.pipeline.draw(requests, column.setting, self.size)
-        spent = result.timing
-        seconds = (spent.text_s + spent.generate_s + spent.decode_s) / self.size
+        seconds = seconds_of(result.timing) / self.size
         lines = [
             Line(self.items[i].id, one.seed, one.tokens, one.steps, round(seconds, 6), one.tv_sum)
             for i, one in zip(indices, result.records, strict=True)
         ]
         self.folder_of(column).write([result.png(i) for i in range(len(lines))], lines)
         return lines
+
+
+def seconds_of(timing: RunStats) -> float:
+    """Prompt to pixels, without loading and warm-up."""
+    return timing.text_s + timing.generate_s + timing.decode_s
 
 
 def in_rounds(wanted: Sequence[Column], left: dict[str, list[int]], size: int) -> Iterator[Batch]:
