@@ -40,12 +40,13 @@ COMMANDS = {
     "lint": "name the rules of Gaudi that code breaks",
     "verify": "ask a device whether it is as expected",
 }
-# Commands of the packages beside the product, which it does not import
+# Commands of the other packages, which the product does not import
 OUTSIDE = {
     "compare": "lantern_lab.commands.compare",
     "fidelity": "lantern_lab.commands.fidelity",
     "stretch": "lantern_lab.commands.stretch",
     "evaluate": "lantern_lab.commands.evaluate",
+    "verify": "lantern_lab.commands.verify",
     "lint": "gaudi_emulator.lint.command",
 }
 

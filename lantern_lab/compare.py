@@ -41,7 +41,7 @@ SAME: dict[str, Callable[[Report], Any]] = {
 OF_THE_MODEL = ("weights", "drafter", "tokens of an image", "sampling")
 # What may differ, and is named
 NAMED: dict[str, tuple[Callable[[Report], Any], str]] = {
-    "number format": (lambda r: r["dtype"], "their rows are apart; --dtype makes them alike"),
+    "number format": (lambda r: r["dtype"], "their rows are apart; one dtype makes them alike"),
     "images": (lambda r: r["settings"]["images"], "the means are over other images"),
     "kernels": (lambda r: r["settings"].get("kernels", "auto"), "a device's own were switched off"),
     "lantern_hpu": (lambda r: r["environment"]["lantern_hpu"], "the code may differ"),

@@ -37,7 +37,7 @@ from lantern_hpu.verify.items import (
     items_of,
     stages_of,
 )
-from lantern_hpu.verify.page import verify_page
+from lantern_lab.verify_page import verify_page
 from tests.folder import write_folder
 from tests.marks import mostly_slow
 
@@ -123,7 +123,7 @@ def test_bad_options(tmp_path: Path, one_stage: None, capsys: pytest.CaptureFixt
     file = tmp_path / "other.json"
     file.write_text(json.dumps({"kind": "lantern_hpu.bench"}))
     assert run(["verify", "--emulate", "--output", str(file)]) == 2
-    assert "cannot be gone on with" in capsys.readouterr().err
+    assert "cannot be resumed" in capsys.readouterr().err
     assert json.loads(file.read_text()) == {"kind": "lantern_hpu.bench"}
 
 

@@ -19,7 +19,7 @@ from lantern_hpu.bench.cases import BenchRequest, Case, cases_of, has_long_steps
 from lantern_hpu.bench.columns import EAGER, SpeedRow, with_speeds
 from lantern_hpu.bench.measure import BRIEF_WARM_UP, WARM_UP, Rates, RunMeter, measure_rates, sizes
 from lantern_hpu.bench.report import KIND, VERSION, heading
-from lantern_hpu.errors import DeviceError
+from lantern_hpu.errors import Arg, DeviceError, words
 from lantern_hpu.methods.request import in_turn
 from lantern_hpu.methods.setting import AUTO
 from lantern_hpu.pipeline import LanternPipeline
@@ -32,14 +32,15 @@ def run_bench(
 ) -> dict[str, Any]:
     """The report, with a pipeline of `open_pipeline`; imports took `import_s` seconds."""
     modes, notes = measurable_modes(pipeline.backend, wanted.modes, wanted.by_name)
-    cases, dtype = cases_of(pipeline, wanted, modes), pipeline.model.target.dtype
+    cases = cases_of(pipeline, wanted, modes)
+    dtype = pipeline.model.target.dtype
     measured = measure_rates(pipeline.backend, dtype)
     speeds = measured["copy_bytes_per_s"], measured["operations_per_s"]
     rates = Rates(*speeds, dtype.itemsize, pipeline.fit.weight_bytes)
     startup = {"import_s": import_s, "load_s": pipeline.load_seconds}
     rows, missed = measure_all(pipeline, wanted, cases, rates, sum(startup.values()))
     if not rows:
-        hint = "a smaller --batch-sizes"
+        hint = words("a smaller", Arg("batch_sizes"))
         raise DeviceError("nothing could be measured", "; ".join(missed), hint)
     report = heading(KIND, pipeline, argv) | about(pipeline, wanted)
     peaks = [row.peak_memory_bytes for row in rows if row.peak_memory_bytes is not None]
@@ -50,7 +51,7 @@ def run_bench(
         "rates": measured,
         "startup": startup,
         "graphs": {"asked": wanted.modes, "measured": modes, "best": best},
-        "notes": notes + missed + silences(pipeline, wanted),
+        "notes": notes + missed + limits(pipeline, wanted),
         "rows": [row.as_json() for row in with_speeds(rows)],
     }
 
@@ -86,9 +87,7 @@ def measure_all(
                     (LanternPipeline(pipeline.model, replace(pipeline.fit, graphs=mode)), case)
                     for case in group
                 ]
-                measured, refused = measure_group(pairs, wanted, rates, startup_s, bar)
-                rows += measured
-                missed += refused
+                rows += measure_group(pairs, wanted, rates, startup_s, bar, missed)
                 for drawing, _ in pairs:
                     if first is None and mode != EAGER and drawing.engines.engines:
                         first = drawing
@@ -105,13 +104,13 @@ def measure_group(
     rates: Rates,
     startup_s: float,
     bar: ProgressBar,
-) -> tuple[list[SpeedRow], list[str]]:
-    """The rows of a group, and what to say about refused ones: all are warmed up, then each draws a batch in turn.
+    missed: list[str],
+) -> list[SpeedRow]:
+    """The rows of a group: all are warmed up, then each draws a batch in turn. Refused ones are added to `missed`.
 
     Each case has a pipeline of its own; all are of one graph mode and batch size.
     """
     rows: list[SpeedRow] = []
-    missed: list[str] = []
     waiting = deque[RunMeter]()
     count = pairs[0][1].timed_batches(wanted.images)
     until = bar.n + count * len(pairs)
@@ -133,7 +132,7 @@ def measure_group(
         with refusals(meter.pipeline, meter.case, missed):
             rows.append(meter.row())
     bar.update(until - bar.n)
-    return rows, missed
+    return rows
 
 
 @contextmanager
@@ -203,15 +202,15 @@ def device_title(environment: Mapping[str, Any], processor: str) -> str:
     return f"{name}, {threads} thread{'s' * (threads != 1)}" if threads else name
 
 
-def silences(pipeline: LanternPipeline, wanted: BenchRequest) -> list[str]:
-    """What the figures leave out."""
-    result = [*pipeline.model.notes]
-    if wanted.interleave:
-        result.append(
-            "rows of a graph mode and batch size took turns, a batch of images each, so that a drift of the machine's "
-            "speed affects all alike; the parts of a step and the host's share were taken afterwards, and peaks of "
-            "memory are of all of them together"
-        )
-    if pipeline.backend.memory().peak is None:
-        result.append("the device does not tell its peak of memory")
-    return result
+INTERLEAVED = (
+    "rows of a graph mode and batch size took turns, a batch of images each, so that a drift of the machine's speed "
+    "affects all alike; the parts of a step and the host's share were taken afterwards, and peaks of memory are of all "
+    "of them together"
+)
+
+
+def limits(pipeline: LanternPipeline, wanted: BenchRequest) -> list[str]:
+    """What a reader of the figures has to know."""
+    unknown = pipeline.backend.memory().peak is None
+    peak = ["the device does not report its peak of memory"] if unknown else []
+    return [*pipeline.model.notes, *([INTERLEAVED] if wanted.interleave else []), *peak]

@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -73,12 +73,12 @@ def save_fastest(
     print(f"saved {file}\nto draw with the fastest:\n  {command}")
 
 
-def tune_options(args: argparse.Namespace, usual: Mapping[str, int] = {}) -> TuneOptions:
+def tune_options(args: argparse.Namespace, **usual: int) -> TuneOptions:
     """What was given, else what is `usual`."""
     given = given_fields(TuneOptions, args)
     method = given.get("method", TuneOptions.method)
     setting = Setting.of(method, args.relax, args.tree, args.window)
-    return TuneOptions(**dict(usual) | given | {"method": str(setting)})
+    return TuneOptions(**usual | given | {"method": str(setting)})
 
 
 def tune_trees(args: argparse.Namespace, argv: Sequence[str]) -> None:
@@ -105,7 +105,7 @@ def tune_trees(args: argparse.Namespace, argv: Sequence[str]) -> None:
         situation = pipeline.situation(str(options.setting), options.batch_size)
         check_model(pipeline, situation)
         if has_long_steps(pipeline):
-            options = tune_options(args, LARGE)
+            options = tune_options(args, **LARGE)
         if earlier is not None and options.profile:
             check_profile(earlier, situation, options.profile)
         tuning = run_tuning(pipeline, options, prompts, counts)

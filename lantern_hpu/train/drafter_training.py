@@ -5,7 +5,7 @@ What a run leaves in its folder:
     samples/*.npz         what the target drew
     held-out/*.npz        what it drew of prompts that nothing is learned from
     state.pt              everything that a resumed run needs
-    drafter.safetensors   the weights that had the most drafts accepted on held-out images; `--drafter FOLDER` takes it
+    drafter.safetensors   the weights that had the most drafts accepted on held-out images; the drafter that others load
     drafter.json          which target they belong to
     report.json, curve.png
     README.md             a model card with the figures of the report
@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from lantern_hpu.decode.acceptance_counts import Profile, profile
-from lantern_hpu.errors import OptionError, TrainingError, WeightsError
+from lantern_hpu.errors import Arg, OptionError, TrainingError, WeightsError, words
 from lantern_hpu.files import check_regular, write_file
 from lantern_hpu.methods.relaxation import EXACT
 from lantern_hpu.methods.request import in_turn
@@ -100,7 +100,7 @@ def drafter_config(model: ImageModel, aux_layers: Sequence[int] = ()) -> Drafter
     on shifted tokens, whatever that was."""
     last = model.target.config.layers - 1
     if any(layer > last for layer in aux_layers):
-        what = f"--aux-layers is {','.join(map(str, aux_layers))}"
+        what = words(Arg("aux_layers"), f"is {','.join(map(str, aux_layers))}")
         raise OptionError(what, f"{model.name} has layers 0 to {last}")
     own = replace(model.config.drafter or DrafterConfig(), shift=1)
     return replace(own, aux_layers=tuple(aux_layers)) if aux_layers else own
@@ -115,7 +115,7 @@ def begin(model: ImageModel, finetune: bool, seed: int, aux_layers: Sequence[int
     drafter = like_the_target(model.target, drafter_config(model, aux_layers))
     if finetune:
         if model.drafter is None:
-            hint = "--drafter FILE, or without --finetune"
+            hint = words(Arg("drafter", "FILE"), ", or without", Arg("finetune"))
             raise OptionError("there is nothing to fine-tune", f"{model.name} has no drafter", hint)
         known = model.drafter.state_dict()
         if model.drafter.aux_layers != drafter.aux_layers:  # what reads other layers is new
@@ -189,7 +189,8 @@ class DrafterTraining:
 
     def stop(self, what: str) -> NoReturn:
         why = f"in step {self.progress.step + 1}; the weights of the last checkpoint are kept"
-        raise TrainingError(f"{what} is not a number", why, "--resume with a lower --lr")
+        hint = words(Arg("resume"), "with a lower", Arg("lr"))
+        raise TrainingError(f"{what} is not a number", why, hint)
 
     def run(self) -> dict[str, Any]:
         """All steps that are left. -> the report"""
@@ -305,11 +306,12 @@ class DrafterTraining:
             state = torch.load(file, weights_only=True, map_location=self.accelerator.device)
             if state["target"] != self.pipeline.model.fingerprint:
                 why = "it was made with another target"
-                raise WeightsError(f"{file} cannot be used", why, "another --output")
+                hint = words("another", Arg("output"))
+                raise WeightsError(f"{file} cannot be used", why, hint)
             self.options.check_resumed(state["options"])
             if state["tokens"] != self.samples.file:
-                why, hint = "the run was begun with another file, or none", "that one again"
-                raise OptionError("--tokens cannot change", why, hint)
+                why = "the run was begun with another file, or none"
+                raise OptionError(words(Arg("tokens"), "cannot change"), why, "that one again")
             self.drafter.load_state_dict(state["drafter"])
             self.average = list(state["average"])
             self.optimiser.load_state_dict(state["optimiser"])

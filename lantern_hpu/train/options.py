@@ -43,7 +43,8 @@ class TrainOptions:
         except ValueError:
             layers = (-1,)
         if list(layers) != sorted(set(layers)) or min(layers, default=0) < 0:
-            raise OptionError(f"--aux-layers is {self.aux_layers}", hint="numbers that rise: 2,5")
+            what = words(Arg("aux_layers"), f"is {self.aux_layers}")
+            raise OptionError(what, hint="numbers that rise: 2,5")
         return layers
 
     def rate(self, step: int) -> float:
@@ -75,16 +76,15 @@ class TrainRequest:
     tokens: Path | None = option(
         None, "additional training images as tokens (.npz)", metavar="FILE"
     )
-    finetune: bool = option(False, "start from the model's drafter, or from --drafter")
-    resume: bool = option(False, "resume the run in --output")
+    finetune: bool = option(False, "start from the model's drafter, or the one that is given")
+    resume: bool = option(False, "resume the run in the output folder")
     mixed_precision: str = option("no", ", ".join(PRECISIONS))
     samples: int = option(1024, "images to generate for training")
 
     def __post_init__(self) -> None:
         if self.mixed_precision not in PRECISIONS:
-            raise OptionError(
-                f"--mixed-precision is {self.mixed_precision}", hint=choices(PRECISIONS)
-            )
+            what = words(Arg("mixed_precision"), f"is {self.mixed_precision}")
+            raise OptionError(what, hint=choices(PRECISIONS))
         least = int(self.tokens is None)
         require(self.samples >= least, "samples", self.samples, f"{least} or more")
 
@@ -98,10 +98,11 @@ def check_training(wanted: TrainRequest) -> None:
     state = wanted.output / "state.pt"
     if state.exists() and not wanted.resume:
         why = "it holds an earlier training run"
-        raise OutputError(f"{wanted.output} is in use", why, "--resume, or another --output")
+        hint = words(Arg("resume"), ", or another", Arg("output"))
+        raise OutputError(f"{wanted.output} is in use", why, hint)
     if wanted.resume and not state.exists():
         why = f"there is no {state.name}"
-        hint = "without --resume; samples that lie there are used again"
+        hint = words("without", Arg("resume"), "; samples in the folder are used again")
         raise OutputError(f"nothing to resume in {wanted.output}", why, hint)
     if wanted.output.exists() and not wanted.output.is_dir():
         raise OutputError(f"{wanted.output} is a file", "a folder cannot be written there")

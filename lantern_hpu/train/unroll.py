@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from lantern_hpu.core import Request, Sampling
 from lantern_hpu.decode.sampler import make_grammar, sampling_params
-from lantern_hpu.errors import OptionError, WeightsError
+from lantern_hpu.errors import Arg, OptionError, WeightsError, words
 from lantern_hpu.files import sha256, write_file
 from lantern_hpu.methods.request import in_turn
 from lantern_hpu.models.config import TransformerConfig
@@ -68,7 +68,7 @@ def split(prompts: Sequence[str]) -> tuple[list[str], list[str]]:
     different = sorted(set(prompts), key=lambda text: hashlib.sha256(text.encode()).digest())
     if len(different) < FEWEST:
         why = f"{len(different)} different ones; {FEWEST} are needed, as some are held out"
-        raise OptionError("too few prompts", why, "--data with more of them")
+        raise OptionError("too few prompts", why, words(Arg("data"), "with more of them"))
     held = max(1, round(HELD_OUT * len(different)))
     return different[held:], different[:held]
 
@@ -124,7 +124,7 @@ def read_samples(
     saved = read_arrays(file)
     if str(saved.get("key")) != stamp:
         why = "it was drawn by another target, or from other prompts or settings"
-        raise WeightsError(f"{file} cannot be used", why, "another --output")
+        raise WeightsError(f"{file} cannot be used", why, words("another", Arg("output")))
     return checked_rows(saved.get("tokens", np.zeros(0)), images, config, file)
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from lantern_hpu.decode.acceptance_counts import KINDS, ChildCounts
+from lantern_hpu.errors import Arg, shell
+from lantern_hpu.methods.setting import AUTO
 from lantern_hpu.results.tables import Table
 from lantern_hpu.tree import DraftTree
 from lantern_hpu.tune.search import ChanceTable, Costs, estimate, expected_steps, gain_probs
@@ -179,12 +180,11 @@ def fastest_command(
 ) -> str:
     """The `generate` command that draws as was measured to be fastest, with options of the model and the device that
     `tune` was given."""
-    method, size = str(situation["method"]), int(situation["batch_size"])
-    words = ["lantern-hpu", "generate"]
-    words += ["--model", str(given["model"])] if given["model"] not in (None, "builtin") else []
-    for name in ("device", "dtype", "quantize", "layout", "graphs", "drafter"):
-        value = given.get(name)
-        words += [f"--{name}", str(value)] if value not in (None, "auto") else []
-    words += ["--method", "ar"] if tuning.ar_wins else ["--method", method, "--tree", "auto"]
-    words += [] if size == 1 else ["--num-images", str(size)]
-    return shlex.join([*words, "--prompt", "a red apple"])
+    names = ("model", "device", "dtype", "quantize", "layout", "graphs", "drafter")
+    usual = (None, "auto", "builtin")
+    args = [Arg(name, given[name]) for name in names if given.get(name) not in usual]
+    method = "ar" if tuning.ar_wins else situation["method"]
+    args += [Arg("method", method), *([] if tuning.ar_wins else [Arg("tree", AUTO)])]
+    size = int(situation["batch_size"])
+    args += [Arg("num_images", size)] if size > 1 else []
+    return shell("generate", *args, Arg("prompt", "a red apple"))

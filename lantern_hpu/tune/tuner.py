@@ -18,7 +18,7 @@ from lantern_hpu.core import Request, RunStats
 from lantern_hpu.decode.acceptance_counts import ChildCounts, profile
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.decode.spec import BATCHES
-from lantern_hpu.errors import OptionError
+from lantern_hpu.errors import Arg, OptionError, words
 from lantern_hpu.files import check_free
 from lantern_hpu.methods.relaxation import EXACT
 from lantern_hpu.methods.request import in_turn
@@ -210,8 +210,8 @@ def check_model(pipeline: LanternPipeline, situation: tuned_trees.Situation) -> 
     """Raise an error if the model cannot draft this method's trees, or the tree could not be saved."""
     method = situation["method"]
     if METHODS[Setting.parse(method).method].needs_drafter and pipeline.model.drafter is None:
-        why, hint = f"{method} needs one", "--method " + " or ".join(WINDOWS)
-        raise OptionError(f"{pipeline.model.name} has no drafter", why, f"--drafter, or {hint}")
+        hint = words(Arg("drafter"), ", or", Arg("method", " or ".join(WINDOWS)))
+        raise OptionError(f"{pipeline.model.name} has no drafter", f"{method} needs one", hint)
     check_free([tuned_trees.file_of(situation)], force=True)
 
 
@@ -235,7 +235,7 @@ def tuning_report(
     situation: tuned_trees.Situation,
     argv: Sequence[str],
 ) -> dict[str, Any]:
-    """The JSON contract of `--report`."""
+    """What the report file holds."""
     measured: dict[str, Any] = {}
     if tuning.counts is not None and tuning.costs is not None:
         profile = tuning.counts.as_json() | {"situation": situation}

@@ -16,7 +16,7 @@ from lantern_hpu import __version__
 from lantern_hpu.backends import BACKENDS
 from lantern_hpu.backends.hpu import env as hpu_env
 from lantern_hpu.bench.report import write_report
-from lantern_hpu.errors import OptionError, OutputError, choices, require
+from lantern_hpu.errors import Arg, OptionError, OutputError, choices, require, words
 from lantern_hpu.fields import option
 from lantern_hpu.files import reading
 from lantern_hpu.verify.items import Question, Result, Stage, items_of, stages_of
@@ -96,13 +96,13 @@ def resumed(wanted: VerifyRequest, say: Callable[[str], object] = str) -> Report
     report = Report(wanted, say)
     if not wanted.output.exists():
         return report
-    with reading(wanted.output, "another --output") as earlier:
+    with reading(wanted.output, words("another", Arg("output"))) as earlier:
         now = report.as_json()
         for name in ("kind", "lantern_hpu", "torch", "device", "plugin", "release", "model"):
             if earlier.get(name) != now[name]:
-                what = f"{wanted.output} cannot be gone on with"
                 why = f"it is of {name} {earlier.get(name)!r}, and this run of {now[name]!r}"
-                raise OutputError(what, why, "another --output, or --force")
+                hint = words("another", Arg("output"), ", or", Arg("force"))
+                raise OutputError(f"{wanted.output} cannot be resumed", why, hint)
         report.hardware, report.seconds = earlier["hardware"], earlier["seconds"]
         answers = [Result(**entry) for entry in earlier["results"]]
         report.results = {(a.stage, a.item): a for a in answers if a.state != "unanswered"}
@@ -167,7 +167,7 @@ def messages_of(
                 limit = min(time.monotonic() + SLOWEST, ends)
                 if not reader.poll(max(limit - time.monotonic(), 0.0)):
                     late = limit == ends
-                    yield "the time was over" if late else f"no answer in {SLOWEST:g} seconds"
+                    yield "timed out" if late else f"no answer in {SLOWEST:g} seconds"
                     return
                 yield reader.recv()
         except EOFError:

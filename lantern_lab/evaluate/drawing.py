@@ -27,8 +27,8 @@ from lantern_lab.evaluate.options import EvaluateRequest
 from lantern_lab.evaluate.sets import Item
 
 if TYPE_CHECKING:
+    from lantern_hpu.core import RunStats
     from lantern_hpu.pipeline import LanternPipeline
-    from lantern_hpu.results.images import RunStats
 
 ROUND = 8  # batches of a setting before the next one's turn
 OTHER_SEEDS = 10**9  # added to those of the second set of `ar`

@@ -14,7 +14,6 @@ from lantern_hpu.bench.report import write_report
 from lantern_hpu.errors import OptionError
 from lantern_hpu.files import parse_json, write_file
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.results.pages import render_page
 from lantern_hpu.results.progress import ProgressBar
 from lantern_lab.evaluate.drawing import (
     AGAIN,
@@ -42,6 +41,7 @@ from lantern_lab.evaluate.scorer_published import LibraryScorer
 from lantern_lab.evaluate.sets import digest
 from lantern_lab.evaluate.statistics import Rows, figures
 from lantern_lab.fidelity import fidelity_rows, images_total
+from lantern_lab.pages import render_page
 from lantern_lab.plots import in_style
 
 SIDE_BY_SIDE = (

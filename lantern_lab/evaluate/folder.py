@@ -24,11 +24,11 @@ from zipfile import BadZipFile
 import numpy as np
 from PIL import Image
 
-from lantern_hpu.errors import OptionError, OutputError
+from lantern_hpu.errors import Arg, OptionError, OutputError, words
 from lantern_hpu.files import parse_json, write_file
 from lantern_lab.evaluate.statistics import Array, Rows
 
-HINT = "another --output, or the options of the first run"
+HINT = words("another", Arg("output"), ", or the options of the first run")
 
 
 def check_same(file: Path, about: Mapping[str, Any], what: str) -> None:

@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
-from lantern_hpu.errors import OptionError, WeightsError, needing
+from lantern_hpu.errors import Arg, OptionError, WeightsError, needing, words
 from lantern_hpu.files import reported_as, sha256
 from lantern_lab.evaluate.folder import read_picture
 from lantern_lab.evaluate.protocols import Library, PictureSource, Preset
@@ -61,9 +61,9 @@ def locate_networks(library: Library) -> dict[str, Path]:
     places = {name: find_weights(name, library) for name in library.networks()}
     missing = [sources[name] for name, place in places.items() if place is None]
     if missing:
-        each = "; ".join(f"{one.what} ({one.where}), {one.option} PATH" for one in missing)
-        hint = "--metrics with those whose weights are here"
-        raise WeightsError("weights of metrics are missing", each, hint)
+        each = [words(f"{one.what} ({one.where}):", Arg(one.option, "PATH")) for one in missing]
+        hint = words(Arg("metrics"), "with those whose weights are here")
+        raise WeightsError("weights of metrics are missing", words(*each), hint)
     here = {name: place for name, place in places.items() if place is not None}
     for name, place in here.items():
         if not library.any_weights:
@@ -74,7 +74,7 @@ def locate_networks(library: Library) -> dict[str, Path]:
 def check_network(file: Path, source: PictureSource) -> None:
     if source.digest and not sha256(file).startswith(source.digest):
         why = f"its SHA-256 does not begin with {source.digest}, so figures would not be comparable"
-        hint = f"{source.what} of {source.where}; or --any-weights"
+        hint = words(f"{source.what} of {source.where}; or", Arg("any_weights", True))
         raise WeightsError(f"{file} is not {source.what}", why, hint)
 
 

@@ -30,7 +30,7 @@ class PictureSource:
     """A network that a metric needs: nothing is downloaded, but its place is known.
 
     Attributes:
-        option: of the command. what: the file, or the Hub's name of a folder. where: it is published.
+        option: that names its place. what: the file, or the Hub's name of a folder. where: it is published.
         digest: how its SHA-256 begins, where its publisher gives it. hub: repository of a file on the Hub.
     """
 
@@ -42,25 +42,25 @@ class PictureSource:
 
 
 INCEPTION = PictureSource(
-    "--inception",
+    "inception",
     "weights-inception-2015-12-05-6726825d.pth",
     "https://github.com/toshas/torch-fidelity/releases/tag/v0.2.0",
     "6726825d",
 )
 VGG = PictureSource(
-    "--vgg",
+    "vgg",
     "vgg16-397923af.pth",
     "https://download.pytorch.org/models/vgg16-397923af.pth",
     "397923af",
 )
 HPS = PictureSource(
-    "--hps", "HPS_v2.1_compressed.pt", "https://huggingface.co/xswu/HPSv2", hub="xswu/HPSv2"
+    "hps", "HPS_v2.1_compressed.pt", "https://huggingface.co/xswu/HPSv2", hub="xswu/HPSv2"
 )
 CLIP_32 = PictureSource(
-    "--clip", "openai/clip-vit-base-patch32", "https://huggingface.co/openai/clip-vit-base-patch32"
+    "clip", "openai/clip-vit-base-patch32", "https://huggingface.co/openai/clip-vit-base-patch32"
 )
 CLIP_16 = PictureSource(
-    "--clip", "openai/clip-vit-base-patch16", "https://huggingface.co/openai/clip-vit-base-patch16"
+    "clip", "openai/clip-vit-base-patch16", "https://huggingface.co/openai/clip-vit-base-patch16"
 )
 
 

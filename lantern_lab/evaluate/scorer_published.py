@@ -9,7 +9,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from lantern_hpu.errors import OptionError
+from lantern_hpu.errors import Arg, OptionError, words
 from lantern_hpu.files import reported_as
 from lantern_lab.evaluate.folder import Cache, stamps
 from lantern_lab.evaluate.metrics import NEIGHBOURS, PUBLISHED, SUBSET, Gaussian, manifold_rows
@@ -37,8 +37,10 @@ class Reference:
         if path is None:
             if wanted:
                 why = f"{', '.join(wanted)} compare with pictures"
-                hint = "--reference FOLDER of pictures, or a .npz of statistics for fid"
-                raise OptionError("--reference is missing", why, hint)
+                hint = words(
+                    Arg("reference", "FOLDER"), "of pictures, or a .npz of statistics for fid"
+                )
+                raise OptionError(words(Arg("reference"), "is missing"), why, hint)
             return cls()
         if path.is_dir():
             files = sorted(f for f in path.rglob("*") if f.suffix.lower() in ENDINGS)
@@ -48,9 +50,8 @@ class Reference:
         pictures = [name for name, need in wanted.items() if need == "pictures"]
         if pictures:
             why = f"{', '.join(pictures)} compare with pictures"
-            raise OptionError(
-                f"{path} holds no pictures", why, "--reference FOLDER, or --metrics fid"
-            )
+            hint = words(Arg("reference", "FOLDER"), ", or", Arg("metrics", "fid"))
+            raise OptionError(f"{path} holds no pictures", why, hint)
         return cls(statistics=read_statistics(path, library.preset.name))
 
 
@@ -69,7 +70,7 @@ def read_statistics(file: Path, preset: str) -> Gaussian:
             raise ValueError(str(error)) from error
     if made != preset:
         why = f"it was made for {made}, and figures would not be comparable"
-        raise OptionError(f"{file} is no reference of {preset}", why, f"--preset {made}")
+        raise OptionError(f"{file} is no reference of {preset}", why, Arg("preset", made))
     return result
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from PIL import Image
 
 from lantern_hpu.core import check_text
-from lantern_hpu.errors import OptionError, choices
+from lantern_hpu.errors import Arg, OptionError, choices, words
 from lantern_hpu.files import parse_json, read_text, write_file
 from lantern_hpu.results.images import encode, grid
 from lantern_hpu.results.prompts import numbered_prompts
@@ -121,7 +121,8 @@ def read_set(name: str, file: Path | None, rule: str, count: int | None) -> list
         return classes(50)[:count]
     if file is None:
         why = f"the prompts of {name} do not come with this package"
-        raise OptionError("--prompts-file is missing", why, f"--prompts-file FILE; {WHERE[name]}")
+        hint = words(Arg("prompts_file", "FILE"), f"; {WHERE[name]}")
+        raise OptionError(words(Arg("prompts_file"), "is missing"), why, hint)
     if name.startswith("coco"):
         most = 30_000 if name.endswith("30k") else None
         result = coco(file, rule, most)

@@ -6,7 +6,7 @@ from collections import Counter
 from itertools import groupby
 from typing import Any
 
-from lantern_hpu.results.pages import render_page
+from lantern_lab.pages import render_page
 
 STATES = ("refuted", "unanswered", "confirmed")  # as the page sorts them
 MARKS = {"confirmed": "yes", "refuted": "NO", "unanswered": "open"}

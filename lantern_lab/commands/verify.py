@@ -4,8 +4,8 @@
     lantern-hpu verify --device cuda --output cuda.json
 
 Facts of Gaudi's contract, each fused kernel against its plain twin, the tokens of every method against the CPU's,
-capture times, memory against `plan`, and a short benchmark: one file, and a page beside it. The file grows while the
-command works; the same command goes on where it was stopped. On an emulated card all facts hold by construction.
+capture times, memory against `plan`, and a short benchmark: one file, and a page of the same name. The file grows
+while the command works; the same command resumes it. On an emulated card all facts hold by construction.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from lantern_hpu.commands.options import Parser, add_fields, from_args
 from lantern_hpu.errors import exit_code
 from lantern_hpu.files import write_file
-from lantern_hpu.verify.page import counts, verify_page, verify_summary
 from lantern_hpu.verify.stages import VerifyRequest, resumed, verify
+from lantern_lab.verify_page import counts, verify_page, verify_summary
 
 
 def make_parser() -> argparse.ArgumentParser:
