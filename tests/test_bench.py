@@ -8,7 +8,6 @@ import re
 import subprocess
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -171,13 +170,6 @@ def test_speed_is_against_ar_and_against_the_own_eager_run(report: Report) -> No
         assert row["speed_against_eager"] == pytest.approx(eager["seconds_per_image"] / seconds)
 
 
-def test_printed_tables_have_every_row(report: Report) -> None:
-    text = tables(report)
-    assert text.count("| eagle2 |") == 2 + 1 + 1  # rows, eager beside strict, parts of a step
-    assert "GB/s" in text and "TFLOP/s" in text and "note: " in text
-    assert "strict x eager" in text
-
-
 def test_without_ar_there_is_no_speed_against_it(report: Report) -> None:
     (row,) = rows_of(report, method="eagle2", graphs="strict")
     (alone,) = with_speeds([SpeedRow.from_json(row)])
@@ -247,13 +239,6 @@ def test_steps_are_timed_even_past_the_end_of_an_image(pipeline: LanternPipeline
     meter.draw()
     row = meter.row()
     assert row.steps == 35 and row.startup_s == 1.0 + row.warmup_s
-
-
-def test_an_image_of_few_steps_is_split_all_the_same(pipeline: LanternPipeline) -> None:
-    case, requests = case_of(pipeline, "eagle", "chain")
-    meter = RunMeter(pipeline, case, requests, RATES, 0.0)
-    prefix = pipeline.prefix(meter.engine, requests)
-    assert measure.split_step(meter.engine, prefix, requests, 1000)["verify"] > 0
 
 
 class Picky(Backend):
@@ -437,14 +422,6 @@ def test_each_method_gets_the_trees_of_its_kind() -> None:
     ]
 
 
-def test_layout_and_threads_can_be_asked_for(model: Path) -> None:
-    asked = ["--model", str(model), "--device", "cpu", "--layout", "plain", "--threads", "1"]
-    wanted = bench.bench_request(bench.make_parser().parse_args(asked))
-    with closing(run_bench.open_pipeline(wanted)) as pipeline:
-        decided = pipeline.fit.decided
-        assert decided["layout"] == "plain: asked for" and decided["threads"] == "1: asked for"
-
-
 @pytest.mark.parametrize(("layout", "used"), [("auto", "plain"), ("native", "native")])
 def test_compiled_modes_get_a_layout_that_they_can_run(
     layout: str, used: str, monkeypatch: pytest.MonkeyPatch
@@ -575,28 +552,6 @@ def test_a_damaged_report_is_one_error_of_few_words(report: Report) -> None:
         check_report(report | {"rows": [{}], "notes": ["a" * 999, 7, 8, 9]}, "x.json")
     assert caught.value.why.count("; ") == 3 and re.search("; and [0-9]+ more$", caught.value.why)
     assert len(caught.value.why) < 3 * 125
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"version": VERSION + 1}, "a newer program wrote it"),
-        ({"version": "2"}, "it is too old"),
-        ({"kind": "lantern_hpu.fidelity"}, "lantern_hpu.fidelity"),
-        ({"dtype": None}, "is damaged: dtype: None is not of type"),
-    ],
-)
-def test_reports_of_other_kinds_are_refused_politely(
-    report: Report, change: Report, said: str
-) -> None:
-    with pytest.raises(OptionError) as caught:
-        check_report(report | change, "x.json")
-    assert said in str(caught.value) and "x.json" in str(caught.value) and caught.value.hint
-
-
-def test_a_report_without_a_version_is_too_old(report: Report) -> None:
-    with pytest.raises(OptionError, match="version 1"):
-        check_report({k: v for k, v in report.items() if k != "version"}, "x.json")
 
 
 # ------------------------------------------------------------------------------------ floors

@@ -22,7 +22,7 @@ from lantern_hpu.methods.relaxation import (
     Multiplicative,
     Relaxation,
 )
-from lantern_hpu.methods.setting import METHODS, Resolved, Setting
+from lantern_hpu.methods.setting import METHODS, Resolved
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.train.unroll import Lesson
 from lantern_hpu.tree import DraftTree
@@ -122,15 +122,6 @@ def test_broad_distributions_leave_exact_acceptance_next_to_no_noise() -> None:
     assert tv_at(place, acceptance_of(doubled), Bounds.of([doubled], 1), uniform) > 0.05
 
 
-def test_expectation_of_exact_acceptance_of_sure_drafts_is_the_targets() -> None:
-    p, q = two_distributions(3)
-    tokens = q.topk(CHILDREN).indices
-    exists = torch.ones_like(tokens, dtype=torch.bool)
-    bounds = Bounds.of([EXACT], 1)
-    expected = expectation(acceptance_of(EXACT), root(p, None, bounds), tokens, exists)
-    torch.testing.assert_close(expected, p, rtol=0, atol=1e-12)
-
-
 @pytest.fixture(scope="module")
 def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
     folder = tmp_path_factory.mktemp("fidelity")
@@ -197,8 +188,3 @@ def test_bad_options_are_refused(
     (tmp_path / "setup.cfg").write_text("a file, not a folder")
     assert main(options) == 2
     assert said in capsys.readouterr().err
-
-
-def test_setting_by_name() -> None:
-    assert Setting.parse("lantern").relaxation is None
-    assert Setting.parse("lantern++:delta-0.1").relaxation == Additive(1000, bound=0.1)

@@ -148,26 +148,6 @@ def test_links_lead_to_files_and_headings(page: Path, generated: Path) -> None:
     assert not broken
 
 
-def test_the_check_sees_links_and_headings(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(
-        "# A `b`: [c](d.md)!\n\n## Same\n\n## Same\n\n[x](y.md#z) ![i](i.png) `[no](no.md)`\n"
-        '```text\n[no](no.md)\n# no\n```\n<img src="j.png">\n'
-    )
-    assert list(links(page)) == ["d.md", "y.md#z", "i.png", "j.png"]
-    assert anchors(page) == {"a-b-c", "same", "same-1"}
-
-
-def test_external_links_are_listed_once_and_use_https() -> None:
-    """CI asks them with Sphinx's linkcheck (.github/workflows/docs.yml); here they only have to be well formed."""
-    outside = {link for page in PAGES for link in links(page) if link.startswith(OUTSIDE)}
-    assert len(outside) >= 10
-    local = re.compile(r"http://(127\.0\.0\.1|localhost)\b")
-    wrong = [link for link in outside if not link.startswith("https://") and not local.match(link)]
-    assert not wrong and not [link for link in outside if re.search(r"[\s<>\"]", link)]
-    assert "-b linkcheck" in (ROOT / ".github/workflows/docs.yml").read_text("utf-8")
-
-
 # ------------------------------------------------------------------------------------ commands
 
 COMMANDED = [page for page in written() if page.name != "CHANGELOG.md"] + [ROOT / "llms.txt"]
@@ -221,14 +201,6 @@ def test_published_files_that_a_page_compares_are_of_the_models_weights() -> Non
         assert weights == {name: now[name] for name in weights}, file
 
 
-def test_pages_have_the_commands_that_are_looked_for() -> None:
-    by_page = {page.name: len(commands(page)) for page in COMMANDED}
-    assert by_page["tutorial.md"] >= 10 and by_page["models.md"] >= 20 and by_page["README.md"] >= 6
-    assert ["generate", "--device", "hpu", "--prompt", "a red apple", "--output", "apple.png"] in [
-        given for page, given in LISTED if page.name == "gaudi.md"
-    ], "also one that a shell function of the page hands on"
-
-
 @pytest.mark.parametrize(
     ("page", "given"), LISTED, ids=[f"{page.name}: {' '.join(given)}" for page, given in LISTED]
 )
@@ -254,36 +226,11 @@ def test_command_of_a_page_is_parsed(
         main()
 
 
-# README, recipes and tutorial are run by test_readme.py and test_site.py, plans and lists here
+# README, recipes and tutorial are run by test_readme.py and test_site.py, plans and lists here, and all else is parsed
 RUN_ELSEWHERE = ("README.md", "recipes.md", "tutorial.md")
 RUN_HERE = re.compile(r"(models|scripts\.house|plan [a-z][\w.-]+ .*)$")
 LEFT = dict.fromkeys(" ".join(g) for page, g in LISTED if page.name not in RUN_ELSEWHERE)
 RUN = [command for command in LEFT if RUN_HERE.match(command)]
-# All else is parsed above and not run, and why
-NOT_RUN = {
-    r"plan (NAME|FOLDER)": "a place for the reader's own",
-    r"download|.*(llamagen-[ct]|anole-|janus-|lumina-|emu3|simplear|mammothmoda2|glm-image|models/t2i)": (
-        "gigabytes that are downloaded; test_checkpoints.py reads their formats"
-    ),
-    r".*--device (cuda|hpu)(?! --emulate)": "needs a card",
-    r".*--emulate|scripts\.measure\.conformance": "minutes on the emulator; test_hpu.py is shorter",
-    r"serve": "ends by a signal; test_serve.py",
-    r"doctor": "asks the machine; test_doctor.py",
-    r"scripts\.(checkpoints|embedded_model)": "hours, or gigabytes; test_scripts.py is smaller",
-    r"scripts\.(measure|docs|release)": "minutes of measuring; their tests are of toy sizes",
-    r"(bench|compare|tune|evaluate|train|stretch|lint|generate)": "README, recipes and tutorial run others",
-}
-
-
-def test_every_command_of_a_page_is_run_or_there_is_a_reason() -> None:
-    """The first pattern that fits is the reason; one that fits nothing any more is to go."""
-    used = set[str]()
-    for command in LEFT:
-        if command not in RUN:
-            reason = next((pattern for pattern in NOT_RUN if re.match(pattern, command)), None)
-            assert reason, f"{command}: run it, or say why not"
-            used.add(reason)
-    assert used == set(NOT_RUN)
 
 
 @pytest.mark.slow

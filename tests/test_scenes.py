@@ -128,17 +128,6 @@ def test_light_and_air_follow_time_and_weather(noise: Noise) -> None:
     assert rough("fog") < 0.8 * rough("clear")
 
 
-def test_a_lake_mirrors_its_sky(noise: Noise) -> None:
-    """Water below has the colours of the sky above: at sunset red, by day blue."""
-
-    def water(land: str, time: str) -> NDArray[np.float32]:
-        drawn = pictures(Scene(land, time, season="summer"), 8, noise)[:, 46:54]
-        return np.asarray(drawn.mean((0, 1, 2)))
-
-    change = water("lake", "sunset") - water("lake", "day")
-    assert change[0] - change[2] > 40  # more red, less blue
-
-
 def test_a_snowy_land_is_white(noise: Noise) -> None:
     winter, summer = (
         pictures(Scene("hills", season=s), 8, noise)[:, 48:] for s in ("winter", "summer")

@@ -19,19 +19,8 @@ DOCS = ROOT / "docs"
 TUTORIAL = (DOCS / "tutorial.md").read_text(encoding="utf-8")
 # What takes minutes is shortened; what the options do is the point.
 SHORTER = {
-    "fidelity": [
-        "--model",
-        "tiny",
-        "--method",
-        "scd:lambda-5@8",
-        "--num-images",
-        "8",
-        "--draws",
-        "8",
-        "--timed",
-        "1",
-    ],
-    "tune": ["--model", "tiny", "--num-images", "2"],
+    "fidelity": "--model tiny --method scd:lambda-5@8 --num-images 8 --draws 8 --timed 1".split(),
+    "tune": "--model tiny --num-images 2".split(),
 }
 
 

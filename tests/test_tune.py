@@ -24,13 +24,13 @@ from lantern_hpu.core import RunStats
 from lantern_hpu.decode.acceptance_counts import KINDS, ChildCounts
 from lantern_hpu.errors import LanternError, OptionError, TreeError
 from lantern_hpu.methods.relaxation import EXACT, Multiplicative
-from lantern_hpu.methods.setting import METHODS, Resolved
+from lantern_hpu.methods.setting import Resolved
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import read_png
 from lantern_hpu.results.progress import ProgressBar
 from lantern_hpu.tree import DraftTree, load_static, tuned_trees
 from lantern_hpu.tune import result, tuner
-from lantern_hpu.tune.options import TUNABLE, TuneOptions, read_profile
+from lantern_hpu.tune.options import TuneOptions, read_profile
 from lantern_hpu.tune.result import Figures, TunedRow, TuningResult, fastest_text, tuning_table
 from lantern_hpu.tune.search import (
     ChanceTable,
@@ -299,25 +299,6 @@ def test_command_saves_a_tree_that_auto_draws_with(
     assert generate.main([*second, "--save-tokens", str(tokens)]) == 0
     assert np.load(tokens)["tokens"].shape == (1, 16)
     assert read_png(tmp_path / "y.png")["config"]["tree_paths"] == config["tree_paths"]
-
-
-def test_auto_without_a_tuned_tree_says_how_to_tune(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given = ["--model", str(model), "--prompt", "red cat", "--output", str(tmp_path)]
-    assert generate.main([*given, "--tree", "auto", "--num-images", "3"]) == 2
-    said = capsys.readouterr().err
-    assert "--tree auto found no tuned tree: none was tuned for eagle and batches of 3" in said
-    assert "lantern-hpu tune --method eagle --batch-size 3" in said
-
-
-@pytest.mark.parametrize("method", sorted(set(METHODS) - set(TUNABLE)))
-def test_auto_is_refused_where_no_tree_can_be_tuned(
-    method: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert generate.main(["--prompt", "x", "--tree", "auto", "--method", method]) == 2
-    said = "has no meaning for" if method == "ar" else "auto does not fit"
-    assert f"--tree {said} {method}" in capsys.readouterr().err
 
 
 def test_choice_decides_the_method_only_if_none_is_named(model: Path) -> None:

@@ -133,23 +133,13 @@ def test_page_escapes_what_devices_say() -> None:
     )
     report = {
         **dict.fromkeys(("kind", "device", "model", "torch", "lantern_hpu"), "x"),
-        **{"hardware": {"card": "<i>"}, "checks": [], "seconds": 1.0},
+        **{"release": "1.24", "checks": [], "seconds": 1.0},
+        "hardware": {"card": "<i>", "flags": {"PT_HPU_LAZY_MODE": "1"}},
         "results": [asdict(result)],
     }
     shown = verify_page(report)
     assert "&lt;b&gt;" in shown and "&lt;i&gt;" in shown and "ms 1.5" in shown
-
-
-def test_page_has_the_release_and_the_flags() -> None:
-    """All that an owner needs to send beside the file."""
-    report = {
-        **dict.fromkeys(("kind", "device", "model", "torch", "lantern_hpu"), "x"),
-        **{"release": "1.24", "checks": [], "seconds": 1.0, "results": []},
-        "hardware": {"flags": {"PT_HPU_LAZY_MODE": "1", "PT_HPU_WEIGHT_SHARING": "0"}},
-    }
-    shown = verify_page(report)
-    assert "<td>1.24</td>" in shown
-    assert "PT_HPU_LAZY_MODE=1, PT_HPU_WEIGHT_SHARING=0" in shown
+    assert "<td>1.24</td>" in shown and "PT_HPU_LAZY_MODE=1" in shown
 
 
 def test_every_device_has_its_stages() -> None:
@@ -544,9 +534,3 @@ def test_plain_twins_of_triton_kernels_run_on_the_processor() -> None:
             patch.setitem(checks.TWINS, name, noted(name))
         checks.kernel_examples(torch.device("meta"), torch.float32)
     assert seen == {"cpu"}
-
-
-def test_every_kind_of_question_has_a_planted_fault() -> None:
-    """The tests above, and `test_facts.py`; a benchmark measures and claims nothing."""
-    kinds = {stage.kind for stage in stages_of("hpu")}
-    assert kinds == {"facts", "kernels", "caches", "methods", "cuts", "distribution", "bench"}

@@ -78,7 +78,7 @@ def tune_options(args: argparse.Namespace, **usual: int) -> TuneOptions:
     given = given_fields(TuneOptions, args)
     method = given.get("method", TuneOptions.method)
     setting = Setting.of(method, args.relax, args.tree, args.window)
-    return TuneOptions(**usual | given | {"method": str(setting)})
+    return TuneOptions(**{**usual, **given, "method": str(setting)})
 
 
 def tune_trees(args: argparse.Namespace, argv: Sequence[str]) -> None:

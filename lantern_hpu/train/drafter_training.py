@@ -306,8 +306,7 @@ class DrafterTraining:
             state = torch.load(file, weights_only=True, map_location=self.accelerator.device)
             if state["target"] != self.pipeline.model.fingerprint:
                 why = "it was made with another target"
-                hint = words("another", Arg("output"))
-                raise WeightsError(f"{file} cannot be used", why, hint)
+                raise WeightsError(f"{file} cannot be used", why, words("another", Arg("output")))
             self.options.check_resumed(state["options"])
             if state["tokens"] != self.samples.file:
                 why = "the run was begun with another file, or none"

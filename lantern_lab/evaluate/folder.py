@@ -61,7 +61,7 @@ def read_picture(file: Path) -> Image.Image:
             return image.convert("RGB")
     except (OSError, ValueError, SyntaxError) as error:
         hint = "delete it, and it is drawn again"
-        raise OptionError(f"{file} is no whole picture", str(error), hint) from error
+        raise OptionError(f"{file} is not a whole picture", str(error), hint) from error
 
 
 # ------------------------------------------------------------------------------------ rows that are kept
