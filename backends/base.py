@@ -140,8 +140,8 @@ def compile_whole(function: nn.Module, compiler: str = "inductor") -> Callable[[
     return compiled
 
 
-class Pace:
-    """Runs the steps of one engine. A device that can adapt to how long they take has a pace of its own."""
+class StepTuner:
+    """Runs the steps of one engine. A device that can adapt to how long they take has a tuner of its own."""
 
     def fit(self, step: Callable[[], object]) -> None:
         """Choose by trials of a real step, which always begins at the same state; its results are discarded."""
@@ -214,9 +214,9 @@ class Fit:
             DeviceError: the layout cannot be used for these weights.
         """
 
-    def pace(self) -> Pace:
+    def tuner(self) -> StepTuner:
         """What runs the steps of a new engine."""
-        return Pace()
+        return StepTuner()
 
 
 class Backend(ABC):

@@ -146,9 +146,9 @@ class ImageGenerator:
         config = engine.target.config
         try:
             with self.backend.errors(), torch.no_grad():
-                for entry in engine.entries:
-                    prefix = self.prefix(engine, [request] * len(entry.slot))
-                    engine.upload_prefix(prefix, entry)
+                for inputs in engine.prefill_inputs:
+                    prefix = self.prefix(engine, [request] * len(inputs.slot))
+                    engine.upload_prefix(prefix, inputs)
                 engine.warm_up()
                 engine.result({})
                 self.pixels(np.zeros((1, config.tokens), np.int64), config)
@@ -328,7 +328,7 @@ class ImageGenerator:
                         numbers.update(zip(slots, (number for number, _ in news), strict=True))
                     elif batch.running:
                         left = None if most is None else most - batch.queued
-                        batch.advance(soon=bool(waiting), most=left)
+                        batch.advance(until_first_done=bool(waiting), max_steps=left)
                     finished = batch.finished()
                 stats.generate_s += time.perf_counter() - began - (stats.text_s - text)
                 done += [record for _, record in finished]

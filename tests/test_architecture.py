@@ -334,7 +334,7 @@ def test_captured_code_reads_nothing_back_and_makes_no_constants() -> None:
     # The walk finds what it should: both captured functions, all drafting, a kernel, a network
     assert names >= {
         "read_prefix",
-        "writable",
+        "prepare_write",
         "commit",
         "draft",
         "guided_probs",

@@ -228,7 +228,7 @@ def test_a_run_that_ends_after_some_steps_has_drawn_the_beginning_of_the_image(
     assert timing.steps == 2 and engine.known is not None
     known = engine.read(engine.known)[0]
     assert 3 <= known < len(whole)
-    assert (engine.partial()[0, :known] == whole[:known]).all()
+    assert (engine.read_tokens()[0, :known] == whole[:known]).all()
 
 
 def test_steps_are_timed_even_past_the_end_of_an_image(pipeline: LanternPipeline) -> None:

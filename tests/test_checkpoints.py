@@ -314,11 +314,11 @@ def first_tokens(pipeline: LanternPipeline, method: str, count: int) -> list[int
     request = Request("red", 0, Sampling(3.0, 0.0))
     tree = pipeline.resolve(Setting.of(method, tree="chain" if method != "ar" else None)).tree
     engine: Engine = pipeline.engines.make(pipeline.spec([request], tree, 1), "eager")
-    known = engine.start(pipeline.model.condition.rows(["red"], True), [request])
+    known = engine.prefill_batch(pipeline.model.condition.rows(["red"], True), [request])
     number = 1
     while known[0] < count:
-        known, number = engine.advance([0], number, 1), number + 1
-    return [int(t) for t in engine.partial()[0, :count]]
+        known, number = engine.run_steps_and_read([0], number, 1), number + 1
+    return [int(t) for t in engine.read_tokens()[0, :count]]
 
 
 @pytest.mark.parametrize("name", [TEXT, HUB_TEXT, ANOLE])

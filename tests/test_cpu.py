@@ -13,7 +13,7 @@ import torch
 
 from lantern_hpu.backends import DeviceOptions, get_backend, host
 from lantern_hpu.backends.cpu import native
-from lantern_hpu.backends.cpu.backend import PATIENCE, ThreadPace
+from lantern_hpu.backends.cpu.backend import PATIENCE, ThreadTuner
 from lantern_hpu.commands.generate import main
 from lantern_hpu.errors import DeviceError, OptionError
 from lantern_hpu.pipeline import LanternPipeline
@@ -231,8 +231,8 @@ class Machine:
 
 def paced(
     machine: Machine, report: Callable[[int, str], None] = lambda count, why: None
-) -> ThreadPace:
-    pace = ThreadPace(report, machine.clock)
+) -> ThreadTuner:
+    pace = ThreadTuner(report, machine.clock)
     pace.fit(machine.step)
     machine.ran.clear()
     return pace
@@ -252,7 +252,7 @@ def test_threads_are_halved_while_that_helps(
 ) -> None:
     threads(max(seconds))
     machine = Machine(**{f"t{count}": took for count, took in seconds.items()})
-    pace = ThreadPace(clock=machine.clock)
+    pace = ThreadTuner(clock=machine.clock)
     pace.fit(machine.step)
     assert (pace.count, list(dict.fromkeys(machine.ran))) == (best, tried)
 
@@ -273,7 +273,7 @@ def test_slow_steps_are_tried_once(threads: Callable[[int], None]) -> None:
     """Of a large model on a busy processor a step can take seconds."""
     threads(2)
     machine = Machine(t1=0.5, t2=7.0)
-    ThreadPace(clock=machine.clock).fit(machine.step)
+    ThreadTuner(clock=machine.clock).fit(machine.step)
     assert machine.ran == [2, 1]
 
 
@@ -344,7 +344,7 @@ def test_waiting_between_the_steps_of_a_search_is_no_trial(
 def test_one_thread_leaves_nothing_to_try(threads: Callable[[int], None]) -> None:
     threads(1)
     machine = Machine(t1=0.01)
-    pace = ThreadPace(clock=machine.clock)
+    pace = ThreadTuner(clock=machine.clock)
     pace.fit(machine.step)
     assert machine.ran == []
 
@@ -371,14 +371,14 @@ def test_torchs_form_takes_fewer_threads_only_where_they_are_far_faster(
     machine = Machine(t1=one, t2=0.6)
     fit = get_backend("cpu").fit(CONFIG, DeviceOptions(layout="plain"))
     fit.lay_out([])
-    pace = fit.pace()
-    assert isinstance(pace, ThreadPace)
+    pace = fit.tuner()
+    assert isinstance(pace, ThreadTuner)
     pace.clock = machine.clock
     pace.fit(machine.step)
     assert pace.count == best and "600.0 ms with 2" in fit.decided["threads"]
     fit.layout = "native"
-    native = fit.pace()
-    assert isinstance(native, ThreadPace) and native.faster == 1
+    native = fit.tuner()
+    assert isinstance(native, ThreadTuner) and native.faster == 1
 
 
 @pytest.mark.parametrize("tree", ["chain", "naive_extend_57"])
@@ -387,7 +387,7 @@ def test_a_step_that_is_tried_is_the_same_each_time(tree: str) -> None:
     engine = make_engine(tiny_models(), spec_for(load_static(tree), [request()]))
     engine.warm_up()
     with torch.no_grad():
-        steps = engine.same_steps()
+        steps = engine.replay_same_state()
         next(steps)
         first = {name: tensor.clone() for name, tensor in engine.state.tensors().items()}
         for _ in range(3):

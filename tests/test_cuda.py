@@ -338,7 +338,7 @@ def test_prompts_go_up_without_waiting_for_the_card(model: Path) -> None:
     try:
         with torch.no_grad():
             again = pipeline.prefix(engine, prompts)
-            engine.upload_prefix(again, engine.state.entry)
+            engine.upload_prefix(again, engine.state.prefill)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))

@@ -177,7 +177,7 @@ FAULTS: dict[str, tuple[str, Callable[[Step, Any], object]]] = {
     "item": ("H001", lambda step, state: state.count.sum().item()),
     "slice write": (
         "H060",
-        lambda step, state: state.entry.prefix_tokens[:, :1].copy_(state.root[:, None]),
+        lambda step, state: state.prefill.prefix_tokens[:, :1].copy_(state.root[:, None]),
     ),
     "float to long": ("H031", lambda step, state: (state.uniforms * 0 + 3e9).long()),
     "inverse": ("H040", lambda step, state: torch.linalg.inv(state.uniforms[0, :1, :1])),

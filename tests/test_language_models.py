@@ -383,11 +383,11 @@ def test_lumina_drafts_past_the_end_of_a_row(public: Path, method: str, tree: st
         engine = pipeline.engines.make(
             pipeline.spec(requests, pipeline.resolve(setting).tree, 2), "strict"
         )
-        known = engine.start(pipeline.model.condition.rows(PROMPTS[:2], True), requests)
+        known = engine.prefill_batch(pipeline.model.condition.rows(PROMPTS[:2], True), requests)
         number = 1
         while min(known[:2]) < 40:
-            known, number = engine.advance([0, 0], number, 1), number + 1
-        found.append(engine.partial()[:2, :40])
+            known, number = engine.run_steps_and_read([0, 0], number, 1), number + 1
+        found.append(engine.read_tokens()[:2, :40])
     assert (found[0] == found[1]).all() and (found[0][:, 32] == 8192).all()
 
 

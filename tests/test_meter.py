@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lantern_hpu.decode.accept import gain
+from lantern_hpu.decode.accept import tv_cost
 from lantern_hpu.methods.relaxation import Additive, Annealed, Clustered, Multiplicative, Relaxation
 from lantern_hpu.tree import DraftTree, DynamicTree, Tree, Window, load_tree
 from lantern_lab.fidelity import Place, root, tv_at
@@ -39,11 +39,11 @@ TREES = [SMALL_TREE, load_tree("scd:3"), load_tree("sjd-pac:3:2x1"), DynamicTree
 
 
 def mean_gain(p: Tensor, q: Tensor, rule: Relaxed) -> float:
-    """`gain` of a single child, averaged over what the drafter may draw."""
+    """`tv_cost` of a single child, averaged over what the drafter may draw."""
     acceptance = acceptance_of(SMALL_TREE, rule, V)
     node, every = root(p[None], q[None], bounds_of(rule, 1)), torch.arange(V)[None]
     mass, _ = acceptance.accept_mass(node, every, node.p)
-    return float((q * gain(mass, node.p, node.q)[0]).sum())
+    return float((q * tv_cost(mass, node.p, node.q)[0]).sum())
 
 
 @pytest.mark.parametrize("name", SOUND)
@@ -80,7 +80,7 @@ def test_lent_mass_is_the_total_variation_of_a_draft_that_was_not_drawn(seed: in
         moved = siblings_probs(p, q, 1, rule, child)
         prob = p[None, token : token + 1]
         mass, _ = acceptance.accept_mass(node, child, prob)
-        cost = float(gain(mass, prob, None))
+        cost = float(tv_cost(mass, prob, None))
         assert cost == pytest.approx(float((moved - p).abs().sum()) / 2, abs=1e-9)
 
 

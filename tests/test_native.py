@@ -427,7 +427,7 @@ def test_both_orders_of_a_cache_take_the_same_writes_and_moves() -> None:
     )
     goal, news = torch.tensor([7, 2, 4]), torch.randn(3, 3, 4).bfloat16()
     for cache in (here, there):
-        for part in cache.writable():
+        for part in cache.prepare_write():
             part.index_copy_(0, goal, news)
             part.index_copy_(0, goal[:2], part.index_select(0, goal.flip(0)[:2]))
     for one, other in zip(here.read(), there.read(), strict=True):

@@ -104,7 +104,7 @@ def test_files_are_counted_as_they_are_loaded(public: Path, name: str) -> None:
     )
     cache = state.drafting and state.drafting.kv_cache
     assert rows["drafter KV cache"] == (2 * cache.layers[0].k.nbytes if cache else 0)
-    assert rows["prefix"] == state.entry.prefix.nbytes
+    assert rows["prefix"] == state.prefill.prefix.nbytes
     assert model == replace(loaded.config, text=model.text)
 
 

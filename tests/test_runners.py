@@ -226,11 +226,11 @@ def test_engines_in_turn_read_their_own_results() -> None:
     engines = [make_engine(models, spec_for(tree, requests)) for tree in trees]
     seeds = [one.seed for one in requests]
     for engine in engines:
-        assert engine.start(prefix_for(engine, requests), requests) == [1] * len(requests)
+        assert engine.prefill_batch(prefix_for(engine, requests), requests) == [1] * len(requests)
     total = models[0].config.tokens
     for step in range(1, total):
         for engine in engines:
-            engine.launch(seeds, step, 1)
+            engine.run_steps(seeds, step, 1)
             assert engine.known is not None
             assert engine.known.data_ptr() == engine.state.known.data_ptr()
         known = [engine.read(engine.known) for engine in engines if engine.known is not None]

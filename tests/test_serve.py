@@ -125,9 +125,9 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host read takes a while, so that something can happen meanwhile."""
     real = Batch.advance
 
-    def advance(self: Batch, soon: bool = False) -> None:
+    def advance(self: Batch, until_first_done: bool = False) -> None:
         time.sleep(0.1)
-        real(self, soon)
+        real(self, until_first_done)
 
     monkeypatch.setattr(Batch, "advance", advance)
 
@@ -280,9 +280,9 @@ PLANTED: dict[str, list[tuple[Any, str, Any]]] = {
     "text": [(WordConditioner, "split", lambda prompt: "bad" in prompt)],
     "admit": [
         (Engine, name, lambda self, prefix, asked, *_: f"seed={BAD_SEED}," in repr(asked))
-        for name in ("start", "admit")
+        for name in ("prefill_batch", "prefill_slot")
     ],
-    "step": [(Engine, "advance", lambda self, seeds, *_: BAD_SEED in seeds)],
+    "step": [(Engine, "run_steps_and_read", lambda self, seeds, *_: BAD_SEED in seeds)],
     "result": [(Engine, "result", lambda self, done: f"seed={BAD_SEED}," in repr(done))],
     "pixels": [(LanternPipeline, "picture", lambda self, record: record.seed == BAD_SEED)],
     "send": [],
@@ -354,7 +354,7 @@ def test_only_a_device_that_draws_nothing_ends_the_process(
         def send(event: Any) -> None:
             heard.append((httpx.get(running.url + "/health").json()["status"], event))
 
-        monkeypatch.setattr(Engine, "advance", broken)
+        monkeypatch.setattr(Engine, "run_steps_and_read", broken)
         request = Request("cat", 0, running.decoder.served.sampling)
         running.decoder.submit(
             [Job(request, "ar", time.monotonic() + 300, (), send) for _ in range(3)]
@@ -939,10 +939,10 @@ def test_engines_share_the_time_whatever_a_turn_of_theirs_takes(
     share: list[str] = []
     real = Batch.advance
 
-    def advance(self: Batch, soon: bool = False) -> None:
+    def advance(self: Batch, until_first_done: bool = False) -> None:
         nonlocal steps
         before = self.queued
-        real(self, soon)
+        real(self, until_first_done)
         steps += self.queued - before
         method = next(
             m
@@ -1259,14 +1259,14 @@ def test_nothing_is_taken_before_readiness_or_while_draining(model: Path) -> Non
 def test_a_recording_that_draws_other_tokens_never_gets_ready(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = Engine.advance
+    real = Engine.run_steps_and_read
 
     def wrong(self: Engine, *args: Any, **options: Any) -> list[int]:
         known = real(self, *args, **options)
         self.state.tokens.add_(1).remainder_(32)
         return known
 
-    monkeypatch.setattr(Engine, "advance", wrong)
+    monkeypatch.setattr(Engine, "run_steps_and_read", wrong)
     options = ServeOptions(str(model), methods=("ar",), slots=1)
     decoder = DecodeThread(LanternPipeline.from_pretrained(str(model)), options)
     decoder.start()

@@ -113,11 +113,11 @@ def test_greedy_tokens_are_those_of_transformers(public: Path, setting: Setting)
     requests = [Request(p, 0, Sampling(SCALE, 0.0)) for p in PROMPTS]
     tree = pipeline.resolve(setting).tree
     engine = pipeline.engines.make(pipeline.spec(requests, tree, 3), "strict")
-    known = engine.start(pipeline.model.condition.rows(PROMPTS, True), requests)
+    known = engine.prefill_batch(pipeline.model.condition.rows(PROMPTS, True), requests)
     number = 1
     while min(known[:3]) < 12:
-        known, number = engine.advance([0, 0, 0], number, 1), number + 1
-    for prompt, row in zip(PROMPTS, torch.from_numpy(engine.partial()[:3, :12]), strict=True):
+        known, number = engine.run_steps_and_read([0, 0, 0], number, 1), number + 1
+    for prompt, row in zip(PROMPTS, torch.from_numpy(engine.read_tokens()[:3, :12]), strict=True):
         rows, image = rows_of(public / NAME, prompt), (row + FIRST).tolist()
         want = guided_rows(model.model, model.lm_head, rows, image, SCALE)[:, FIRST:]
         assert torch.equal(want.argmax(-1), row.long())

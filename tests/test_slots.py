@@ -68,7 +68,7 @@ def one_after_another(batch: Batch, requests: Sequence[Request], order: int) -> 
         while waiting and batch.free and rng.random() < 0.6:
             batch.admit([waiting.pop(0)])
         if batch.running:
-            batch.advance(soon=rng.random() < 0.5)
+            batch.advance(until_first_done=rng.random() < 0.5)
         done += [record for _, record in batch.finished()]
     return done
 
@@ -123,13 +123,13 @@ def test_admission_leaves_the_other_slots_alone(models: Models) -> None:
     requests = images()
     batch = open_batch(models, SMALL_TREE, requests, "eager")
     batch.admit(requests[:2])
-    batch.advance(soon=True)
+    batch.advance(until_first_done=True)
     state = batch.engine.state
     before = {name: tensor.clone() for name, tensor in state.tensors().items()}
     assert batch.admit([requests[2]]) == [2]
     rows = 2 * SLOTS
     for name, tensor in state.tensors().items():
-        if name.startswith("entry"):
+        if name.startswith("prefill"):
             continue
         was = before[name]
         if "kv_cache" in name:  # [R * S, heads, hd]
@@ -149,7 +149,7 @@ def test_a_released_slot_is_free_at_once_and_what_ran_there_does_not_show(models
     requests = images()
     batch = open_batch(models, SMALL_TREE, requests, "eager")
     batch.admit(requests[:SLOTS])
-    batch.advance(soon=True)
+    batch.advance(until_first_done=True)
     batch.release(1)
     assert batch.free == [1] and sorted(batch.slots) == [0, 2]
     assert batch.admit([requests[5]]) == [1]
@@ -169,7 +169,7 @@ def test_an_image_leaves_at_the_host_read_that_shows_it_done(models: Models) -> 
     batch.admit(requests[:SLOTS])
     while batch.slots:
         if batch.running:
-            batch.advance(soon=True)
+            batch.advance(until_first_done=True)
         for slot, done in batch.finished():
             assert slot in batch.free
             slot_steps = [one.step - 1 for one in batch.slots.values()]
@@ -299,7 +299,7 @@ def test_an_admission_hands_all_its_numbers_over_without_waiting(
 
     monkeypatch.setattr(engine.backend.queue, "upload", upload)
     batch.admit([requests[2]])
-    entry = engine.entries[1]
+    entry = engine.prefill_inputs[1]
     assert entry.keys is not None
     settings = (*vars(entry.sampling).values(), *vars(entry.bounds).values())
     needed = [entry.slot, entry.first_uniform, entry.keys, *settings]

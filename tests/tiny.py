@@ -194,10 +194,10 @@ def sample(
 
 def advance(engine: Engine, requests: Sequence[Request], steps: int) -> None:
     """Prefill and so many steps, so that a test can look at the state in the middle of an image."""
-    engine.start(prefix_for(engine, requests), requests)
+    engine.prefill_batch(prefix_for(engine, requests), requests)
     with torch.no_grad():
         for number in range(steps):
-            engine.advance([r.seed for r in requests], number + 1, 1)
+            engine.run_steps_and_read([r.seed for r in requests], number + 1, 1)
 
 
 def request(

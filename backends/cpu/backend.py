@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lantern_hpu.backends import LARGE_PARAMETERS, QUANTIZED, DeviceOptions, DraftingDefaults, host
-from lantern_hpu.backends.base import Backend, Fit, Memory, Pace
+from lantern_hpu.backends.base import Backend, Fit, Memory, StepTuner
 from lantern_hpu.backends.cpu import native
 from lantern_hpu.backends.cpu.native.sampling import native_kernels
 from lantern_hpu.errors import DeviceError
@@ -53,7 +53,7 @@ def threads_set(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-class ThreadPace(Pace):
+class ThreadTuner(StepTuner):
     """Chooses the threads of one engine's steps, also within an image.
 
     Attributes:
@@ -180,9 +180,9 @@ class CPUFit(Fit):
         if self.threads:
             self.note_threads(self.threads, "asked for")
 
-    def pace(self) -> Pace:
+    def tuner(self) -> StepTuner:
         faster = 1.0 if self.layout == "native" else OTHER_BITS
-        return Pace() if self.threads else ThreadPace(self.note_threads, faster=faster)
+        return StepTuner() if self.threads else ThreadTuner(self.note_threads, faster=faster)
 
     def note_threads(self, count: int, why: str) -> None:
         self.decided["threads"] = f"{count}: {why}"

@@ -211,10 +211,10 @@ WARM_UP = f"{BRIEF_WARM_UP}; then {WARM_STEPS} steps of the first batch"
 
 def step_alone(engine: Engine, prefix: Prefix, requests: Sequence[Request], most: int) -> float:
     """Milliseconds of a step, of `most` at most that follow each other at once: nothing is fed or read between them."""
-    engine.start(prefix, requests)
+    engine.prefill_batch(prefix, requests)
     count = min(most, engine.spec.block)
     engine.upload_uniforms([request.seed for request in requests], 1, count)
-    with engine.pace.held():
+    with engine.tuner.held():
         return 1000 * seconds_of(engine.backend, engine.step, count)
 
 

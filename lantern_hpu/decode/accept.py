@@ -101,7 +101,7 @@ class Trial:
     prob: Tensor  # [B, 1] its probability
     drawn: Tensor | None  # [B, 1] the drafter's; None: it was not drawn
     mass: Tensor  # [B, 1] what it is accepted with, relaxation included
-    cost: Tensor | None  # [B, 1] see `gain`, without what a blend costs; None: it is not metered
+    cost: Tensor | None  # [B, 1] see `tv_cost`, without what a blend costs; None: it is not metered
     rest: Node  # the node once it is refused
 
     def really_drawn(self, exists: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ class Verdict:
     # [B, D] bool, the draft at depth d+1 was accepted only thanks to relaxation; means nothing for
     # depths past `node`
     relaxed: Tensor
-    # [B, D] float32, total variation spent at each depth, see `gain`; 0 where nothing was tried, of no meaning for
+    # [B, D] float32, total variation spent at each depth, see `tv_cost`; 0 where nothing was tried, of no meaning for
     # depths past that of `node`. None: it is not metered
     spent: Tensor | None = None
 
@@ -127,7 +127,7 @@ class Verdict:
 # ------------------------------------------------------------------------------------------- rules
 
 
-class Lent(NamedTuple):
+class NeighbourMass(NamedTuple):
     """What the nearest codes of n tokens lend them."""
 
     mass: Tensor  # [B, n] float32, the largest sum within the bound
@@ -150,7 +150,7 @@ class Neighbours(nn.Module):
         self.table, self.official = constant(table), residual == "official"
         self.rank = constant(arange32(table.shape[1]))  # [K]
 
-    def forward(self, node: Node, token: Tensor, prob: Tensor) -> Lent:
+    def forward(self, node: Node, token: Tensor, prob: Tensor) -> NeighbourMass:
         """
         Args:
             token: [B, n]. prob: [B, n], p(token).
@@ -160,9 +160,9 @@ class Neighbours(nn.Module):
         sums = gather(p, -1, codes).cumsum(-1)
         bound = bounds.delta[:, None] + bounds.factor[:, None] * prob
         lends = (sums <= bound[..., None]) & (self.rank < bounds.k[:, None, None])
-        return Lent((sums * lends).amax(-1), codes, lends)
+        return NeighbourMass((sums * lends).amax(-1), codes, lends)
 
-    def keep_mask(self, node: Node, lent: Lent) -> Tensor:
+    def keep_mask(self, node: Node, lent: NeighbourMass) -> Tensor:
         """Which entries of p stay when its token, one an image, is refused: [B, V] bool.
 
         "sound" strikes the neighbours that lent mass; "official" the first k + 1, if the nearest lent any.
@@ -310,7 +310,9 @@ class Acceptance(nn.Module):
         spent = torch.minimum(most, left)
         return Blend(spent / distance.clamp(min=TINY), spent)
 
-    def accept_mass(self, node: Node, token: Tensor, prob: Tensor) -> tuple[Tensor, Lent | None]:
+    def accept_mass(
+        self, node: Node, token: Tensor, prob: Tensor
+    ) -> tuple[Tensor, NeighbourMass | None]:
         """Mass [B, n] that tokens [B, n] with probabilities `prob` [B, n] are accepted with, but for a blend.
 
         Returns what is lent to them as well, which is part of it.
@@ -322,10 +324,10 @@ class Acceptance(nn.Module):
         mass = mass * node.weight if self.annealed else mass
         if self.neighbours is None:
             return mass, None
-        lent: Lent = self.neighbours(node, token, prob)
+        lent: NeighbourMass = self.neighbours(node, token, prob)
         return mass + lent.mass, lent
 
-    def rest(self, node: Node, token: Tensor, prob: Tensor, lent: Lent | None) -> Node:
+    def rest(self, node: Node, token: Tensor, prob: Tensor, lent: NeighbourMass | None) -> Node:
         """The node once token [B, 1] was refused.
 
         Where nothing is left of p, by rounding or under the official residual, it is p at the node before any refusal.
@@ -354,7 +356,7 @@ class Acceptance(nn.Module):
         prob = gather(node.p, 1, token)
         drawn = None if node.q is None else gather(node.q, 1, token)
         mass, lent = self.accept_mass(node, token, prob)
-        cost = gain(mass, prob, drawn) if self.metered else None
+        cost = tv_cost(mass, prob, drawn) if self.metered else None
         if blend is not None and drawn is not None:
             mass = blend.accept_mass(mass, drawn)
         return Trial(prob, drawn, mass, cost, self.rest(node, token, prob, lent))
@@ -439,9 +441,9 @@ class Acceptance(nn.Module):
         tables, tokens = drafts.tables, drafts.tokens.index_select(1, spine[1:])  # [B, W]
         prob, drawn = (gather(x, 2, tokens[..., None])[..., 0] for x in (p, q))
         nodes = Node(p, q, bounds.weight, bounds)
-        own, _ = self.accept_mass(nodes, tokens, prob)
+        unblended, _ = self.accept_mass(nodes, tokens, prob)
         blend = self.blend(p, q, bounds)
-        mass = own if blend is None else blend.accept_mass(own, drawn)
+        mass = unblended if blend is None else blend.accept_mass(unblended, drawn)
         bar = uniform[..., 0] * drawn
         passed = (drawn > 0) & (bar < mass)
         taken = ((~passed).cumsum(1) == 0).sum(1, dtype=torch.int32)  # [B]
@@ -449,7 +451,7 @@ class Acceptance(nn.Module):
         node = spine[taken]
         children = rows_at(tables.child, node)  # [B, C]
         weight = gather(bounds.weight, 1, stop[:, None])
-        chosen, rest, helped, paid = self.siblings(
+        chosen, rest, stop_relaxed, stop_spent = self.siblings(
             Node(rows_at(p, stop), rows_at(q, stop), weight, bounds),
             gather(drafts.tokens, 1, children),
             children > 0,
@@ -459,12 +461,12 @@ class Acceptance(nn.Module):
         node = torch.where(chosen.any(1), (children * chosen).sum(1, dtype=torch.int32), node)
         level = tables.depth.index_select(1, spine[1:])  # [B, W] 1 .. W
         here = level > taken[:, None]
-        relaxed = torch.where(here, helped[:, None], ~(bar < prob))
-        if paid is None:
+        relaxed = torch.where(here, stop_relaxed[:, None], ~(bar < prob))
+        if stop_spent is None:
             return Verdict(node, rest, relaxed)
-        spent = gain(own, prob, drawn)
+        spent = tv_cost(unblended, prob, drawn)
         spent = spent if blend is None else spent + blend.spent
-        spent = torch.where(here, paid[:, None], spent) * (level <= taken[:, None] + 1)
+        spent = torch.where(here, stop_spent[:, None], spent) * (level <= taken[:, None] + 1)
         return Verdict(node, rest, relaxed, spent)
 
     def walk_levels(self, p: Tensor, drafts: Drafts, uniform: Tensor, bounds: Bounds) -> Verdict:
@@ -478,7 +480,7 @@ class Acceptance(nn.Module):
             walking = walking & (children[:, 0] > 0)
             row = gather(tables.row, 1, node[:, None])[:, 0]
             here, drawn = rows_at(p, row), None if q is None else rows_at(q, row)  # [B, V]
-            passed, rest, helped, paid = self.siblings(
+            passed, rest, level_relaxed, level_spent = self.siblings(
                 Node(here, drawn, bounds.weight[:, depth : depth + 1], left),
                 gather(tokens, 1, children),
                 (children > 0) & walking[:, None],
@@ -488,10 +490,11 @@ class Acceptance(nn.Module):
             residual = torch.where(walking[:, None], rest, residual)
             walking = walking & passed.any(1)
             node = torch.where(walking, (children * passed).sum(1, dtype=torch.int32), node)
-            relaxed.append(helped)
-            spent += [] if paid is None else [paid]
-            if paid is not None and left.budget is not None:
-                left = replace(left, budget=left.budget - paid)
+            relaxed.append(level_relaxed)
+            if level_spent is not None:
+                spent.append(level_spent)
+                if left.budget is not None:
+                    left = replace(left, budget=left.budget - level_spent)
         cost = torch.stack(spent, 1) if spent else None
         return Verdict(node, residual, torch.stack(relaxed, 1), cost)
 
@@ -509,10 +512,12 @@ class Acceptance(nn.Module):
             weight = gather(bounds.weight, 1, tables.depth[:, 1:] - 1)
             nodes = Node(gather_rows(p, row), None, weight, bounds)
             mass, _ = self.accept_mass(nodes, tokens, prob)
-        helped = (mass > top) | ((mass == top) & (tokens < best))
-        node = self.deepest(~(wins | helped), tables)
+        wins_relaxed = (mass > top) | ((mass == top) & (tokens < best))
+        node = self.deepest(~(wins | wins_relaxed), tables)
         on_path = rows_at(tables.path, node)[:, 1:]  # [B, D]
-        relaxed = gather(helped & ~wins, 1, (on_path - 1).clamp(min=0))  # past `node`: not counted
+        relaxed = gather(
+            wins_relaxed & ~wins, 1, (on_path - 1).clamp(min=0)
+        )  # past `node`: not counted
         if not self.metered:
             return Verdict(node, p[:, 0], relaxed)
         # Nothing is drawn: where another token than the argmax is taken, all mass has moved
@@ -533,7 +538,7 @@ class Acceptance(nn.Module):
         return self.deepest(drafts.tokens[:, 1:] != gather(drawn, 1, row), tables)
 
 
-def gain(mass: Tensor, prob: Tensor, drawn: Tensor | None) -> Tensor:
+def tv_cost(mass: Tensor, prob: Tensor, drawn: Tensor | None) -> Tensor:
     """How much more often than by the exact rule drafts are accepted: the total variation that it costs, on average.
 
     A drawn draft x is accepted with min(1, m / q), exactly with min(1, p / q). What is added, min(q, m) - min(q, p),

@@ -59,7 +59,7 @@ class Batch:
         self.total = engine.target.config.tokens  # N
         self.queued = 0  # steps asked for
         self.steps = 0  # those of them that are known to be done
-        engine.idle(self.free)
+        engine.mark_finished(self.free)
 
     # -- what is here
 
@@ -69,14 +69,14 @@ class Batch:
         return [slot for slot in range(self.size) if slot not in self.slots]
 
     @property
-    def every(self) -> list[Slot | None]:
+    def slots_or_none(self) -> list[Slot | None]:
         """[B] of each slot what it holds."""
         return [self.slots.get(slot) for slot in range(self.size)]
 
     @property
     def known(self) -> list[int]:
         """[B] tokens known of each image, 0 where there is none."""
-        return [0 if one is None else one.known for one in self.every]
+        return [0 if one is None else one.known for one in self.slots_or_none]
 
     @property
     def unfinished(self) -> list[Slot]:
@@ -105,13 +105,13 @@ class Batch:
             padded = [*requests, *[requests[-1]] * (self.size - len(requests))]
             prefix = self.encode_timed(padded)
             with self.stats.adding("prefill_s"):
-                self.engine.start(prefix, padded)
-            self.engine.idle(self.free)
+                self.engine.prefill_batch(prefix, padded)
+            self.engine.mark_finished(self.free)
             return slots
         for slot, request in zip(slots, requests, strict=True):
             prefix = self.encode_timed([request])
             with self.stats.adding("prefill_s"):
-                self.engine.admit(prefix, request, slot)
+                self.engine.prefill_slot(prefix, request, slot)
         return slots
 
     def encode_timed(self, requests: Sequence[Request]) -> Prefix:
@@ -121,22 +121,26 @@ class Batch:
     def release(self, slot: int) -> None:
         """Give up an image; its slot is free at once."""
         self.slots.pop(slot, None)
-        self.engine.idle([slot])
+        self.engine.mark_finished([slot])
 
     # -- going on
 
     @own_defaults()
-    def advance(self, soon: bool = False, most: int | None = None) -> None:
+    def advance(self, until_first_done: bool = False, max_steps: int | None = None) -> None:
         """As many steps as are needed for sure, up to a block; then a host read, unless the schedule is fixed.
 
         Args:
-            soon: needed until the next image is done, which lets another in; otherwise until all are.
-            most: no more steps than this; at 0 those that run are waited for.
+            until_first_done: needed until the next image is done, which lets another in; otherwise until all are.
+            max_steps: no more steps than this; at 0 those that run are waited for.
         """
         with self.stats.adding("steps_s"):
             needs = [self.steps_needed(slot) for slot in self.unfinished]
-            limit = self.engine.spec.block if most is None else min(most, self.engine.spec.block)
-            count = max(0, min(min(needs) if soon else max(needs), limit))
+            limit = (
+                self.engine.spec.block
+                if max_steps is None
+                else min(max_steps, self.engine.spec.block)
+            )
+            count = max(0, min(min(needs) if until_first_done else max(needs), limit))
             known, pending = self.run_steps(count)
         for slot, one in self.slots.items():
             one.known, one.step, one.pending = known[slot], one.step + count, pending
@@ -161,14 +165,14 @@ class Batch:
         if not count:
             assert engine.known is not None
             return engine.read(engine.known), 0
-        seeds = [None if one is None else one.request.seed for one in self.every]
-        first = [1 if one is None else one.step for one in self.every]
+        seeds = [None if one is None else one.request.seed for one in self.slots_or_none]
+        first = [1 if one is None else one.step for one in self.slots_or_none]
         if engine.spec.tree.commit:
-            engine.launch(seeds, first, count)
+            engine.run_steps(seeds, first, count)
             added = count * engine.spec.max_step_tokens
             return [min(tokens + added, self.total) for tokens in self.known], 0
         ahead = engine.backend.queue.runs_ahead and count > 1
-        return engine.advance(seeds, first, count, ahead), int(ahead)
+        return engine.run_steps_and_read(seeds, first, count, ahead), int(ahead)
 
     @own_defaults()
     def finished(self) -> list[tuple[int, ImageRecord]]:
@@ -202,5 +206,5 @@ class Batch:
             tokens_per_step=gained / taken if taken else 0.0,
             steps=self.steps,
             tokens=gained + len(here) + len(done),
-            preview=lambda: preview(self.engine.partial()[list(here)], known),
+            preview=lambda: preview(self.engine.read_tokens()[list(here)], known),
         )

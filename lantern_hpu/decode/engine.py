@@ -10,7 +10,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from lantern_hpu.backends.base import Fit, dtype_name, own_defaults
 from lantern_hpu.core import ImageRecord, Request
@@ -30,11 +30,12 @@ from lantern_hpu.decode.memory import check_batch, encoding, engine_bytes, setup
 from lantern_hpu.decode.sampler import sampling_params
 from lantern_hpu.decode.scheduled import ScheduledDrafting, ScheduledStep
 from lantern_hpu.decode.spec import Spec
-from lantern_hpu.decode.state import DecodeState, Entry
-from lantern_hpu.decode.step import Accepted, Admit, Step
+from lantern_hpu.decode.state import DecodeState, PrefillInput, paired
+from lantern_hpu.decode.step import Accepted, Prefill, Step
 from lantern_hpu.decode.tree_tables import Drafts
-from lantern_hpu.errors import CaptureError, OptionError
+from lantern_hpu.errors import Arg, CaptureError, OptionError, words
 from lantern_hpu.graphs import make_runner
+from lantern_hpu.graphs.base import Runner
 from lantern_hpu.models.model import ImageModel
 from lantern_hpu.models.text.prefix import Prefix
 from lantern_hpu.models.transformer import Drafter, Target
@@ -75,7 +76,7 @@ class StepTrace:
 
 
 class Engine:
-    """Everything it needs is allocated and captured once."""
+    """Runs the prefill and the step of one `Spec`; allocates and captures once."""
 
     def __init__(
         self,
@@ -91,29 +92,37 @@ class Engine:
             drafter: for specs whose tree has drafts.
             neighbours, codes: [V, K or more] int32 and the embedding [V, H], for specs with neighbours or clusters.
         """
-        self.target = target = target.sized(spec.sizes(target.config))
-        self.spec, self.backend, self.mode = spec, fit.backend, fit.graphs
-        drafting, form = make_drafting(target, drafter, spec), (target.dtype, target.device)
-        backend, device, by_head = fit.backend, target.device, fit.keys_by_head
-        drafting_state = None if drafting is None else drafting.allocate(*form, by_head)
-        self.state = DecodeState.allocate(target.config, spec, *form, drafting_state, by_head)
+        target = target.sized(spec.sizes(target.config))
+        self.target = target
+        self.spec = spec
+        self.backend = fit.backend
+        self.mode = fit.graphs
+        form = (target.dtype, target.device)
+        drafting = make_drafting(target, drafter, spec)
+        drafting_state = drafting and drafting.allocate(*form, fit.keys_by_head)
+        self.state = DecodeState.allocate(
+            target.config, spec, *form, drafting_state, fit.keys_by_head
+        )
         table = None if neighbours is None else neighbours[:, : spec.neighbours]
-        self.prefill_function = Admit(target, drafting, spec).to(device).eval()
+        self.prefill_function = Prefill(target, drafting, spec).to(target.device).eval()
         kind = ScheduledStep if spec.tree.commit else Step
-        self.step_function = kind(target, drafting, spec, table, codes).to(device).eval()
-        # Admission is recorded for all slots, and once more, over a smaller entry, for one image beside those that run
-        self.entries = [self.state.entry]
+        self.step_function = kind(target, drafting, spec, table, codes).to(target.device).eval()
+        # Recorded for all slots, and once more for one image while the others run
+        self.prefill_inputs = [self.state.prefill]
         if spec.open:
-            self.entries.append(Entry.allocate(target.config, spec, 1, *form))
-        states = [replace(self.state, entry=entry) for entry in self.entries]
-        self.prefills = [make_runner(self.prefill_function, s, backend, self.mode) for s in states]
-        self.step = make_runner(self.step_function, self.state, backend, self.mode)
-        self.runners = [*self.prefills, self.step]
-        self.pace = fit.pace()  # of steps
+            self.prefill_inputs.append(PrefillInput.allocate(target.config, spec, 1, *form))
+        states = [replace(self.state, prefill=inputs) for inputs in self.prefill_inputs]
+        self.prefill_runners = [self.runner(self.prefill_function, state) for state in states]
+        self.step = self.runner(self.step_function, self.state)
+        self.runners = [*self.prefill_runners, self.step]
+        self.tuner = fit.tuner()  # of steps
         self.known: Tensor | None = None  # [B] what the last captured call returned
         self.host_reads = 0
         self.pins = 0  # see `pinned`: a cache closes none that is
         self.warm_captures: int | None = None  # of the warm-up, once that is done
+
+    def runner(self, function: nn.Module, state: DecodeState) -> Runner:
+        return make_runner(function, state, self.backend, self.mode)
 
     @property
     def warm(self) -> bool:
@@ -137,10 +146,9 @@ class Engine:
             OptionError: another run that has not ended holds it.
         """
         if self.pins:
-            what, why = "the engine is in use", "a run that has not ended holds its state"
-            raise OptionError(
-                what, why, "end that run, or take another one of pipeline.engines.get"
-            )
+            why = "a run that has not ended holds its state"
+            hint = "end that run, or take another one of pipeline.engines.get"
+            raise OptionError("the engine is in use", why, hint)
         self.pins += 1
         try:
             yield
@@ -155,82 +163,83 @@ class Engine:
         if self.warm:
             return
         blank = Request("warm-up")
-        for entry in self.entries:
-            self.upload_settings([blank] * len(entry.slot), entry)
+        for inputs in self.prefill_inputs:
+            self.upload_settings([blank] * len(inputs.slot), inputs)
         for runner in self.runners:
             self.upload_uniforms([blank.seed] * self.spec.images, 1, 1)
             runner()
             runner()
-        self.pace.fit(partial(next, self.same_steps()))
+        self.tuner.fit(partial(next, self.replay_same_state()))
         self.backend.synchronize()
         self.warm_captures = self.captures
 
-    def same_steps(self) -> Iterator[Tensor]:
+    def replay_same_state(self) -> Iterator[Tensor]:
         """Steps of blank images, each from the same state."""
         for _ in self.state.rewinds():
             yield self.step()
 
-    def idle(self, slots: Sequence[int]) -> None:
-        """Let a decoder that leaves out images that are done leave out these slots, too."""
+    def mark_finished(self, slots: Sequence[int]) -> None:
+        """Let a decoder that skips finished images skip these slots."""
         if self.target.decoder is not None and slots:
             self.state.count[list(slots)] = self.target.config.tokens - 1
 
     @torch.no_grad()
-    def start(self, prefix: Prefix, requests: Sequence[Request]) -> list[int]:
+    def prefill_batch(self, prefix: Prefix, requests: Sequence[Request]) -> list[int]:
         """Begin an image in each slot. -> [B] tokens known"""
         self.warm_up()
-        known = self.begin(0, prefix, requests)
+        known = self.prefill_into(0, prefix, requests)
         # On a fixed schedule it is known
         return [1] * self.spec.images if self.spec.tree.commit else self.read(known)
 
     @torch.no_grad()
-    def admit(self, prefix: Prefix, request: Request, slot: int) -> None:
+    def prefill_slot(self, prefix: Prefix, request: Request, slot: int) -> None:
         """Begin one image in a slot while the others go on; no host read, as one token of it is known for sure."""
         assert self.spec.open
-        self.backend.queue.upload(torch.tensor([slot], dtype=torch.int32), self.entries[1].slot)
-        self.begin(1, prefix, [request])
+        goal = self.prefill_inputs[1].slot
+        self.backend.queue.upload(torch.tensor([slot], dtype=torch.int32), goal)
+        self.prefill_into(1, prefix, [request])
 
-    def begin(self, number: int, prefix: Prefix, requests: Sequence[Request]) -> Tensor:
-        """Admit images through one of the entries. -> [B] tokens known, on the device"""
-        self.upload_prefix(prefix, self.entries[number])
-        self.upload_settings(requests, self.entries[number])
-        with self.pace.held():
-            self.known = self.prefills[number]()
+    def prefill_into(self, number: int, prefix: Prefix, requests: Sequence[Request]) -> Tensor:
+        """Prefill by one of the recordings. -> [B] tokens known, on the device"""
+        self.upload_prefix(prefix, self.prefill_inputs[number])
+        self.upload_settings(requests, self.prefill_inputs[number])
+        with self.tuner.held():
+            self.known = self.prefill_runners[number]()
         return self.known
 
     @torch.no_grad()
-    def advance(
+    def run_steps(
+        self, seeds: Sequence[int | None], first: int | Sequence[int], count: int
+    ) -> None:
+        """`count` steps of all slots and no host read; for seeds and the first step see `upload_uniforms`."""
+        self.upload_uniforms(seeds, first, count)
+        self.replay_steps(count)
+
+    @torch.no_grad()
+    def run_steps_and_read(
         self,
         seeds: Sequence[int | None],
         first: int | Sequence[int],
         count: int,
         ahead: bool = False,
     ) -> list[int]:
-        """So many steps of all slots, as of `launch`. -> [B] tokens known
+        """The same, and a host read. -> [B] tokens known
 
         With `ahead` before the last step, which keeps the device busy while the host decides what comes next.
         """
-        self.launch(seeds, first, count, count - ahead)
+        self.upload_uniforms(seeds, first, count)
+        self.replay_steps(count - ahead)
         assert self.known is not None
         if not ahead:
             return self.read(self.known)
         asked = self.backend.queue.read(self.known)
-        self.known = self.pace(self.step)
+        self.replay_steps(1)
         self.host_reads += 1
         return asked()
 
-    @torch.no_grad()
-    def launch(
-        self,
-        seeds: Sequence[int | None],
-        first: int | Sequence[int],
-        count: int,
-        steps: int | None = None,
-    ) -> None:
-        """Steps of all slots, `count` if `steps` is not given, and no host read; the rest as of `upload_uniforms`."""
-        self.upload_uniforms(seeds, first, count)
-        for _ in range(count if steps is None else steps):
-            self.known = self.pace(self.step)
+    def replay_steps(self, count: int) -> None:
+        for _ in range(count):
+            self.known = self.tuner(self.step)
 
     def check_captures(self) -> None:
         """Raise a CaptureError if anything was captured since the warm-up."""
@@ -245,31 +254,31 @@ class Engine:
 
     # -- the host's part of the state
 
-    def upload_settings(self, requests: Sequence[Request], entry: Entry) -> None:
+    def upload_settings(self, requests: Sequence[Request], inputs: PrefillInput) -> None:
         """Copy the settings of images to where they are admitted from, behind what was launched before."""
         upload = self.backend.queue.upload
         sampling = sampling_params([r.sampling for r in requests], self.target.config.vocab_size)
-        bounds = Bounds.of([request.relaxation for request in requests], self.spec.tree.depth)
-        for kept, values in ((entry.sampling, sampling), (entry.bounds, bounds)):
-            for item in fields(values):
-                goal = getattr(kept, item.name)
-                if goal is not None:  # of a rule that no image of the spec has
-                    upload(getattr(values, item.name), goal)
+        for value, goal in paired(sampling, inputs.sampling):
+            upload(value, goal)
+        if inputs.bounds is not None:
+            bounds = Bounds.of([request.relaxation for request in requests], self.spec.tree.depth)
+            for value, goal in paired(bounds, inputs.bounds):
+                upload(value, goal)
         first = [uniforms(request.seed, 0, 1)[0] for request in requests]
-        upload(torch.tensor(first, dtype=torch.float32), entry.first_uniform)
-        if entry.keys is not None:
+        upload(torch.tensor(first, dtype=torch.float32), inputs.first_uniform)
+        if inputs.keys is not None:
             keys = [noise_keys(request.seed, self.target.config.tokens) for request in requests]
-            upload(torch.from_numpy(np.stack(keys)), entry.keys)
+            upload(torch.from_numpy(np.stack(keys)), inputs.keys)
 
-    def upload_prefix(self, prefix: Prefix, entry: Entry) -> None:
+    def upload_prefix(self, prefix: Prefix, inputs: PrefillInput) -> None:
         """Copy the condition of images to where they are admitted from."""
         embeddings, valid, tokens = prefix
-        entry.prefix.copy_(embeddings)
-        entry.prefix_tokens.copy_(tokens)
-        entry.pads.copy_((~valid).sum(1, dtype=torch.int32))
+        inputs.prefix.copy_(embeddings)
+        inputs.prefix_tokens.copy_(tokens)
+        inputs.pads.copy_((~valid).sum(1, dtype=torch.int32))
         # Positions past the prefix are never padding.
-        width = entry.valid.shape[1] - valid.shape[1]
-        entry.valid.copy_(F.pad(valid, (0, width), value=True))
+        width = inputs.valid.shape[1] - valid.shape[1]
+        inputs.valid.copy_(F.pad(valid, (0, width), value=True))
         self.backend.queue.flush()
 
     def upload_uniforms(
@@ -289,36 +298,44 @@ class Engine:
         self.host_reads += 1
         return [int(n) for n in known.tolist()]
 
-    def partial(self) -> NDArray[np.int64]:
+    def read_tokens(self) -> NDArray[np.int64]:
         """The tokens so far [B, N]; those past an image's known ones mean nothing. A host read."""
         self.backend.queue.flush()
         self.host_reads += 1
+        return self.token_rows().cpu().numpy().astype(np.int64)
+
+    def token_rows(self) -> Tensor:
+        """[B, N] int32"""
         rows = self.state.tokens.unflatten(0, (self.spec.images, -1))
-        return rows[:, : self.target.config.tokens].cpu().numpy().astype(np.int64)
+        return rows[:, : self.target.config.tokens]
 
     def result(self, images: Mapping[int, Request]) -> list[ImageRecord]:
         """Tokens and counts of images that are done, by their slots. One host read."""
         self.backend.queue.flush()
         self.host_reads += 1
-        state, total = self.state, self.target.config.tokens
-        rows = state.tokens.unflatten(0, (self.spec.images, -1))[:, :total]
-        counted = torch.stack([state.steps, state.relaxed, state.spoiled], 1)  # [B, 3]
-        table = torch.cat([rows, counted, state.accepted], 1)  # [B, N + 3 + D]
+        state = self.state
+        total = self.target.config.tokens
+        counts = torch.stack([state.steps, state.relaxed, state.spoiled], 1)  # [B, 3]
+        table = torch.cat([self.token_rows(), counts, state.accepted], 1)  # [B, N + 3 + D]
+        width = table.shape[1]
         if state.meter is not None:  # in one read: below 2^24 float32 holds every whole number
             spent = torch.stack([state.meter.total, state.meter.largest], 1)
             table = torch.cat([table.float(), spent], 1)
         read = table.cpu().numpy()
         result = []
         for slot, request in images.items():
-            counts = read[slot, : table.shape[1] - 2 * (state.meter is not None)].astype(np.int64)
-            tokens, (steps, relaxed, bad, *accepted) = counts[:total], counts[total:].tolist()
-            if bad:
-                what = f"seed {request.seed}: probabilities were NaN in {bad} of {steps} steps"
-                warnings.warn(f"{what}; try --dtype float32 or --kernels plain", stacklevel=2)
-            tv = read[slot, -2:].tolist() if state.meter is not None else (0.0, 0.0)
+            row = read[slot, :width].astype(np.int64)
+            steps, relaxed, spoiled, *accepted = row[total:].tolist()
+            if spoiled:
+                what = f"seed {request.seed}: probabilities were NaN in {spoiled} of {steps} steps"
+                hint = words("try", Arg("dtype", "float32"), "or", Arg("kernels", "plain"))
+                warnings.warn(f"{what}; {hint}", stacklevel=2)
+            tv_sum, tv_max = read[slot, width:].tolist() or (0.0, 0.0)
             if request.relaxation.active and not request.relaxation.metered:
-                tv = (None, None)
-            result.append(ImageRecord(request, tokens, steps, accepted, relaxed, *tv))
+                tv_sum = tv_max = None
+            result.append(
+                ImageRecord(request, row[:total], steps, accepted, relaxed, tv_sum, tv_max)
+            )
         return result
 
     # -- looking inside
@@ -335,22 +352,26 @@ class Engine:
         The tokens are those of a captured run. A `clock` waits for the device, and times the stages of each step.
         """
         with self.pinned():
-            self.upload_prefix(prefix, self.state.entry)
-            self.upload_settings(requests, self.state.entry)
+            self.upload_prefix(prefix, self.state.prefill)
+            self.upload_settings(requests, self.state.prefill)
             known = self.read(self.prefill_function(self.state))
-            seeds, number = [request.seed for request in requests], 0
+            seeds = [request.seed for request in requests]
+            number = 0
             while min(known) < self.target.config.tokens:
                 if number % self.spec.block == 0:
                     self.upload_uniforms(seeds, number + 1, self.spec.block)
-                before, made, seconds = known, dict[str, Any](), dict[str, float]()
-                with self.pace.held():
+                number += 1
+                before = known
+                made = dict[str, Any]()
+                seconds = dict[str, float]()
+                with self.tuner.held():
                     last = clock() if clock else 0.0
                     for stage, result in self.step_function.stages(self.state):
                         made[stage] = result
                         if clock:
-                            now = clock()
-                            seconds[stage], last = now - last, now
-                    known, number = self.read(made["commit"]), number + 1
+                            seconds[stage] = clock() - last
+                            last += seconds[stage]
+                    known = self.read(made["commit"])
                 drafts = made.get("tables", made["draft"])
                 yield StepTrace(before, drafts, made["accept"], known, seconds)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lantern_hpu.decode.spec import Spec, capacity
-from lantern_hpu.decode.state import DecodeState, Entry, Moves
+from lantern_hpu.decode.state import DecodeState, Moves, PrefillInput
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.transformer import Rotary
 from lantern_hpu.ops.buffers import arange32, causal_mask, constant
@@ -36,7 +36,7 @@ class Positions(nn.Module):
         """The rows of slots [A]: [RA], those with the condition first."""
         return torch.cat([slot, slot + self.images]) if self.guidance else slot
 
-    def rope(self, position: Tensor, state: DecodeState | Entry) -> Tensor:
+    def rope(self, position: Tensor, state: DecodeState | PrefillInput) -> Tensor:
         """Cosines and sines at cache positions [R, T]: [R, T, 2, hd / 2]."""
         return self.rotary(position, state.pads).to(state.dtype)
 

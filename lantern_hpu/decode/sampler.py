@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lantern_hpu.core import Sampling
 from lantern_hpu.decode.spec import Spec
-from lantern_hpu.decode.state import DecodeState, Entry
+from lantern_hpu.decode.state import DecodeState, PrefillInput
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.transformer import Target
 from lantern_hpu.ops.grammar import RowEnds
@@ -50,7 +50,9 @@ class Sampler(nn.Module):
         self.grammar, self.top_p_first = make_grammar(target.config), target.config.top_p_first
         self.width = target.config.dim
 
-    def forward(self, hidden: Tensor, state: DecodeState | Entry, depth: Tensor | int) -> Tensor:
+    def forward(
+        self, hidden: Tensor, state: DecodeState | PrefillInput, depth: Tensor | int
+    ) -> Tensor:
         """Probabilities of what comes after each feature: [R, T, H] -> [B, T, V] float32.
 
         Args:
@@ -60,14 +62,18 @@ class Sampler(nn.Module):
         """
         spec, logits = self.spec, self.head(hidden[..., : self.width])
         if self.grammar is not None:
-            first = state.slot * 0 if isinstance(state, Entry) else state.count + 1  # [B]
+            first = state.slot * 0 if isinstance(state, PrefillInput) else state.count + 1  # [B]
             place = (first[:, None] + depth).expand(-1, hidden.shape[1])  # [B, T]
             logits = self.grammar(logits, torch.cat([place, place]) if spec.guidance else place)
         filters = (spec.guidance, spec.max_top_k, spec.use_top_p, self.top_p_first)
         return self.kernels.probs(logits, state.sampling, *filters)
 
     def token(
-        self, probs: Tensor, greedy_probs: Tensor, uniform: Tensor, state: DecodeState | Entry
+        self,
+        probs: Tensor,
+        greedy_probs: Tensor,
+        uniform: Tensor,
+        state: DecodeState | PrefillInput,
     ) -> Tensor:
         """One token an image [B]: drawn from probs [B, V], or the most probable of greedy_probs [B, V]."""
         if not self.spec.use_greedy:

@@ -55,15 +55,15 @@ class Spec:
         tree: Tree,
         images: int,
         config: TransformerConfig,
-        listed: int | None = None,
+        known_neighbours: int | None = None,
     ) -> Spec:
         """What these requests need, in a batch of so many images; what none of them uses is left out.
 
-        `config` is of the target, for their size; `listed` neighbours are known of each code, if not all are.
+        `config` is of the target, for their size; of each code so many neighbours are known, if not all are.
         """
         samplings = [request.sampling for request in requests]
-        listed = listed or config.codes - 1
-        need = neighbours_needed(requests, config.codes, listed)
+        known_neighbours = known_neighbours or config.codes - 1
+        need = neighbours_needed(requests, config.codes, known_neighbours)
         check_drawable(tree, requests, config)
         reach = max((r.relaxation.limits[0] for r in requests if r.relaxation.clusters), default=0)
         limited = [s.top_k for s in samplings if 0 < s.top_k < config.vocab_size and not s.greedy]
@@ -75,7 +75,7 @@ class Spec:
             use_top_p=any(s.top_p < 1 and not s.greedy for s in samplings),
             use_greedy=any(s.greedy for s in samplings),
             use_sampled=not all(s.greedy for s in samplings),
-            neighbours=min(rounded_up(need), listed),
+            neighbours=min(rounded_up(need), known_neighbours),
             annealed=any(r.relaxation.weighs for r in requests),
             ranks=(1 << max(reach, LEAST_RANKS).bit_length()) - 1 if reach else 0,
             blended=any(r.relaxation.tv > 0 for r in requests),
@@ -86,7 +86,7 @@ class Spec:
             prefix=config.prefix if config.prefixes else None,
         )
 
-    def lacks(self, need: Spec) -> str:
+    def first_missing(self, need: Spec) -> str:
         """The first field of which another spec needs more than this graph does; empty if it serves that one."""
         more = (name for name in GROWING if getattr(need, name) > getattr(self, name))
         other = need.neighbours > 0 and need.residual != self.residual
@@ -123,8 +123,8 @@ def common_residual(requests: Sequence[Request]) -> Residual:
     return residuals.pop()
 
 
-def neighbours_needed(requests: Sequence[Request], codes: int, listed: int) -> int:
-    """Neighbours of a code that some request looks at, where `listed` are known of each of so many codes."""
+def neighbours_needed(requests: Sequence[Request], codes: int, known_neighbours: int) -> int:
+    """Neighbours of a code that some request looks at, where so many are known of each."""
     most = max((r.relaxation.k for r in requests if r.relaxation.lends), default=0)
     require(
         most < codes, words(Arg("relax"), "k"), most, f"0 to {codes - 1}, the neighbours of a code"
@@ -132,7 +132,10 @@ def neighbours_needed(requests: Sequence[Request], codes: int, listed: int) -> i
     # The published residual looks one neighbour further than the bound.
     need = min(most + 1, codes - 1) if most else 0
     require(
-        need <= listed, words(Arg("relax"), "k"), most, f"0 to {listed - 1}, as many as are listed"
+        need <= known_neighbours,
+        words(Arg("relax"), "k"),
+        most,
+        f"0 to {known_neighbours - 1}, as many as are known",
     )
     return need
 

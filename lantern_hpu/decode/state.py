@@ -22,7 +22,7 @@ from lantern_hpu.tree import Window
 
 
 @dataclass
-class Entry:
+class PrefillInput:
     """A images that are to begin, RA rows; set by the host before each admission."""
 
     slot: Tensor  # [A] int32, where each goes
@@ -32,7 +32,7 @@ class Entry:
     valid: Tensor  # [RA, S] bool, False at padded prefix positions
     pads: Tensor  # [RA] int32, how many those are
     sampling: SamplingParams  # [A]
-    bounds: Bounds  # [A]
+    bounds: Bounds | None  # [A]; None where nothing is drafted
     first_uniform: Tensor  # [A] float32, for the token that admission draws
     keys: Tensor | None  # [A, N, ROUNDS] int32, of the fixed noise of windows; None for other trees
 
@@ -44,7 +44,7 @@ class Entry:
         images: int,
         dtype: torch.dtype,
         device: torch.device,
-    ) -> Entry:
+    ) -> PrefillInput:
         """Room for so many images, the first slots theirs."""
         a, r = images, images * spec.rows // spec.images
         s, keys = capacity(config, spec.tree), None
@@ -78,15 +78,24 @@ def float_zeros(device: torch.device, *shape: int) -> Tensor:
 
 def no_sampling(images: int, vocabulary: int, device: torch.device) -> SamplingParams:
     """No filter, for slots before the first admission: what runs there must stay finite."""
-    ones, every = float_zeros(device, images) + 1, int_zeros(device, images) + vocabulary
-    return SamplingParams(ones, ones.clone(), every, ones.clone(), int_zeros(device, images).bool())
+    ones = float_zeros(device, images) + 1
+    everything = int_zeros(device, images) + vocabulary
+    greedy = int_zeros(device, images).bool()
+    return SamplingParams(ones, ones.clone(), everything, ones.clone(), greedy)
 
 
-def no_bounds(images: int, spec: Spec, device: torch.device) -> Bounds:
-    zero, weight = float_zeros(device, images), float_zeros(device, images, spec.tree.depth)
-    limits = float_zeros(device, images, 3) if spec.ranks else None
-    tv, budget = (float_zeros(device, images) if spec.blended else None for _ in range(2))
-    return Bounds(int_zeros(device, images), zero, zero.clone(), weight, limits, tv, budget)
+def no_bounds(images: int, spec: Spec, device: torch.device) -> Bounds | None:
+    if not spec.tree.depth:
+        return None
+    return Bounds(
+        k=int_zeros(device, images),
+        delta=float_zeros(device, images),
+        factor=float_zeros(device, images),
+        weight=float_zeros(device, images, spec.tree.depth),
+        limits=float_zeros(device, images, 3) if spec.ranks else None,
+        tv=float_zeros(device, images) if spec.blended else None,
+        budget=float_zeros(device, images) if spec.blended else None,
+    )
 
 
 @dataclass
@@ -117,14 +126,14 @@ class DecodeState:
     A slot whose image is finished or gone runs on by itself.
     """
 
-    entry: Entry
+    prefill: PrefillInput
     # Set by the host
     uniforms: Tensor  # [block, B, draws] float32
     # Set by admission
     valid: Tensor  # [R, S] bool, False at padded prefix positions
     pads: Tensor  # [R] int32, how many those are
     sampling: SamplingParams
-    bounds: Bounds
+    bounds: Bounds | None
     # Changed by admission and step
     cursor: Tensor  # [1] int32, which of `uniforms` is next
     count: Tensor  # [B] int32, t: image tokens whose keys and values are in the cache
@@ -166,7 +175,7 @@ class DecodeState:
         if spec.metered:
             meter = Meter(float_zeros(device, b), float_zeros(device, b))
         return cls(
-            entry=Entry.allocate(config, spec, b, dtype, device),
+            prefill=PrefillInput.allocate(config, spec, b, dtype, device),
             uniforms=float_zeros(device, spec.block, b, spec.draws),
             valid=torch.ones(r, s, dtype=torch.bool, device=device),
             pads=int_zeros(device, r),
@@ -190,7 +199,7 @@ class DecodeState:
     @property
     def dtype(self) -> torch.dtype:
         """Of the model's features."""
-        return self.entry.dtype
+        return self.prefill.dtype
 
     @property
     def counters(self) -> list[Tensor]:
@@ -222,6 +231,15 @@ class DecodeState:
             for name, tensor in tensors.items():
                 tensor.copy_(begun[name])
             yield
+
+
+def paired(values: SamplingParams | Bounds, kept: object) -> Iterator[tuple[Tensor, Tensor]]:
+    """Tensors of a dataclass with those of the same names of another, where that has them."""
+    for field in fields(values):
+        value = getattr(values, field.name)
+        goal = getattr(kept, field.name)
+        if value is not None and goal is not None:
+            yield value, goal
 
 
 def walk_tensors(

@@ -1,4 +1,4 @@
-"""The two captured functions: `Admit` begins images, `Step` drafts, verifies, accepts and commits.
+"""The two captured functions: `Prefill` begins images, `Step` drafts, verifies, accepts and commits.
 
 Each is a function of one `DecodeState`: no host read, no shape that depends on data, no Python value that varies
 between calls. Autoregressive decoding is the step with the one-node tree.
@@ -9,7 +9,7 @@ Words: L = P + t is the number of committed positions; the root (token t) is cer
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -20,7 +20,7 @@ from lantern_hpu.decode.drafting.base import Committed, Drafting
 from lantern_hpu.decode.positions import Positions
 from lantern_hpu.decode.sampler import Sampler
 from lantern_hpu.decode.spec import Spec, token_columns
-from lantern_hpu.decode.state import DecodeState
+from lantern_hpu.decode.state import DecodeState, paired
 from lantern_hpu.decode.tree_tables import Drafts, JudgedNodes, StaticTables, rows_at
 from lantern_hpu.models.transformer import Target
 from lantern_hpu.ops.buffers import additive_mask, arange32, constant, prefix_mask
@@ -28,8 +28,8 @@ from lantern_hpu.ops.sampling import gather, gather_rows
 from lantern_hpu.tree import DraftTree
 
 
-class Admit(nn.Module):
-    """Begins the A images of `state.entry`: their prefixes through the target, and their first tokens.
+class Prefill(nn.Module):
+    """Begins the A images of `state.prefill`: their prefixes through the target, and their first tokens.
 
     Two recordings exist: for all slots at once, and for one slot beside others, which are neither read nor written.
     """
@@ -44,7 +44,7 @@ class Admit(nn.Module):
 
     def forward(self, state: DecodeState) -> Tensor:
         """Returns how many tokens of each image are known [B]."""
-        entry = state.entry
+        entry = state.prefill
         rows, slot = self.positions.rows_of(entry.slot), entry.slot.long()
         hidden = self.read_prefix(rows, state)  # [RA, P, F]
         probs = self.sampler(hidden[:, -1:], entry, 0)[:, 0]  # [A, V]
@@ -53,11 +53,11 @@ class Admit(nn.Module):
             self.drafting.begin(hidden, root, rows, state)
         state.valid.index_copy_(0, rows.long(), entry.valid)
         state.pads.index_copy_(0, rows.long(), entry.pads)
-        for kept, new in ((state.sampling, entry.sampling), (state.bounds, entry.bounds)):
-            for item in fields(new):
-                news = getattr(new, item.name)
-                if news is not None and news.numel():  # no weights of a tree without drafts
-                    getattr(kept, item.name).index_copy_(0, slot, news)
+        for value, goal in paired(entry.sampling, state.sampling):
+            goal.index_copy_(0, slot, value)
+        if entry.bounds is not None:
+            for value, goal in paired(entry.bounds, state.bounds):
+                goal.index_copy_(0, slot, value)
         if state.moves is not None:
             places = self.positions.arange[: self.spec.tree.depth]
             idle = self.positions.idle(torch.zeros_like(entry.slot), places)
@@ -71,7 +71,7 @@ class Admit(nn.Module):
 
     def read_prefix(self, rows: Tensor, state: DecodeState) -> Tensor:
         """The target over the prefixes, each of which attends to itself alone: features [RA, P, F]."""
-        entry, width = state.entry, self.target.config.prefix
+        entry, width = state.prefill, self.target.config.prefix
         causal = self.positions.causal[:width, :width]
         mask = additive_mask(prefix_mask(entry.valid[:, :width], causal), entry.dtype)
         position = self.positions.arange[:width].expand(len(rows), -1)
@@ -184,6 +184,7 @@ class Step(nn.Module):
             node = self.acceptance.match_draws(drawn, drafts)
             bonus = gather(drawn, 1, node[:, None])[:, 0]
             return Accepted(p, node, bonus, torch.zeros_like(drawn[:, 1:], dtype=torch.bool))
+        assert state.bounds is not None
         tries = uniform[:, :-1].unflatten(1, (self.depth, -1))  # [B, D, C]
         greedy, inner = state.sampling.greedy, p[:, : self.judged.inner]  # [B, I, V]
         verdict = self.acceptance(inner, drafts, tries, state.bounds, greedy)
@@ -246,5 +247,5 @@ class Step(nn.Module):
                 tried = (depth <= taken[:, None] + 1) & inside  # the draft that was refused, too
                 spent = accepted.spent * tried
                 state.meter.add(spent)
-                if state.bounds.budget is not None:
+                if state.bounds is not None and state.bounds.budget is not None:
                     state.bounds.budget.sub_(spent.sum(1))

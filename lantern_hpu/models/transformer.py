@@ -163,7 +163,7 @@ class SelfAttention(nn.Module):
             if isinstance(cache, GrowingCache):
                 k, v = cache.append(k, v)
         else:
-            q = self.rotate_into(q, k, v, *how, CacheWrite(*cache.writable(), index, source))
+            q = self.rotate_into(q, k, v, *how, CacheWrite(*cache.prepare_write(), index, source))
             k, v = cache.read()
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         mixed = self.kernels.attention(q, k, v, mask)  # [R, heads, T, hd]

@@ -23,8 +23,8 @@ class LayerCache:
     v: Tensor  # [R * S, kv_heads, hd]
     rows: int  # R
 
-    def writable(self) -> tuple[Tensor, Tensor]:
-        """The tensors [R * S, kv_heads, hd] that the next pass writes into."""
+    def prepare_write(self) -> tuple[Tensor, Tensor]:
+        """Called once a pass: the tensors [R * S, kv_heads, hd] that it writes into."""
         return self.k, self.v
 
     def read(self) -> tuple[Tensor, Tensor]:
@@ -37,8 +37,10 @@ class LayerCache:
 class ScratchCache(LayerCache):
     """What several passes of one step write, none of which is kept: each pass writes into a copy of its own."""
 
-    def writable(self) -> tuple[Tensor, Tensor]:
-        self.k, self.v = self.k.clone(), self.v.clone()
+    def prepare_write(self) -> tuple[Tensor, Tensor]:
+        """Clones what the passes before have written."""
+        self.k = self.k.clone()
+        self.v = self.v.clone()
         return self.k, self.v
 
 

@@ -144,7 +144,7 @@ def read_setting(given: Mapping[str, Any], setting: Resolved, menu: ServedModel)
 def check_graph(need: Spec, served: ServedMethod, given: Mapping[str, Any]) -> None:
     """Raise an ApiError where a request needs what the recorded step does not do."""
     has, method = served.spec, served.setting.method
-    lacking = has.lacks(need)
+    lacking = has.first_missing(need)
     allowed = {
         "guidance": ("cfg_scale", "1, this server draws without guidance"),
         "use_greedy": ("temperature", "0.01 to 10; 0 where the server has --allow greedy"),

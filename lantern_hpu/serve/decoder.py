@@ -280,7 +280,7 @@ class DecodeThread:
         batch = slots.batch
         if batch.running:
             before, seconds = batch.steps, batch.stats.steps_s
-            batch.advance(soon=True)
+            batch.advance(until_first_done=True)
             if steps := batch.steps - before:
                 each = (batch.stats.steps_s - seconds) / steps
                 self.metrics.add("step_time_seconds", each, slots.served.setting.method)

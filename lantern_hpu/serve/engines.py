@@ -80,7 +80,7 @@ class EngineSlots:
             due = [row for row in job.shows if row <= known[slot] // self.columns]
             if due:
                 job.shows = job.shows[len(due) :]
-                tokens = self.engine.partial() if tokens is None else tokens
+                tokens = self.engine.read_tokens() if tokens is None else tokens
                 yield job, tokens[[slot]], known[slot], self.batch.slots[slot].steps
                 self.schedule_preview(slot)
 
@@ -96,8 +96,8 @@ class EngineSlots:
         requests = [self.usual] * size
         with self.pipeline.backend.errors():
             self.pipeline.model.condition.prepare([self.usual.prompt])
-            engine.start(self.pipeline.prefix(engine, requests), requests)
-            engine.advance([0] * size, 1, 1)
+            engine.prefill_batch(self.pipeline.prefix(engine, requests), requests)
+            engine.run_steps_and_read([0] * size, 1, 1)
             engine.check_captures()
 
 
@@ -156,10 +156,10 @@ def check_replay(pipeline: LanternPipeline, engine: Engine, request: Request) ->
     seeds = [each.seed for each in requests]
     traced = engine.trace(pipeline.prefix(engine, requests), requests)
     want = [step.known for step in islice(traced, PROBED)]
-    expected = engine.partial()
-    engine.start(pipeline.prefix(engine, requests), requests)
-    got = [engine.advance(seeds, 1 + number, 1) for number in range(len(want))]
-    tokens = engine.partial()
+    expected = engine.read_tokens()
+    engine.prefill_batch(pipeline.prefix(engine, requests), requests)
+    got = [engine.run_steps_and_read(seeds, 1 + number, 1) for number in range(len(want))]
+    tokens = engine.read_tokens()
     ends = want[-1] if want else []
     same = got == want and all(
         tokens[i, :end].tolist() == expected[i, :end].tolist() for i, end in enumerate(ends)

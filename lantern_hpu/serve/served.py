@@ -99,7 +99,7 @@ def serves(pipeline: LanternPipeline, setting: Resolved, spec: Spec, name: str) 
     if setting.commit or not METHODS[setting.method].takes_relaxation(rule):
         return False
     request = Request("any", 0, pipeline.model.sampling, rule)
-    return not spec.lacks(pipeline.spec([request], setting.tree, 1))
+    return not spec.first_missing(pipeline.spec([request], setting.tree, 1))
 
 
 def warm_up_requests(

@@ -91,7 +91,7 @@ class Asked:
         engine, steps = self.steps(pipeline, method, FEW_STEPS if self.no_card else None)
         assert engine.known is not None
         known = engine.read(engine.known)[0]
-        return engine.partial()[0, :known].tolist(), steps, engine.report()
+        return engine.read_tokens()[0, :known].tolist(), steps, engine.report()
 
     def steps(self, pipeline: LanternPipeline, method: str, most: int | None) -> tuple[Engine, int]:
         """An engine after so many steps of one image, and how many those were."""

@@ -72,7 +72,7 @@ def first_tokens(
     pipeline.prepare(engine, requests, RunStats())
     with pipeline.backend.errors():
         list(pipeline.stream(engine, requests, most=PLACES))
-    tokens, meter = torch.from_numpy(engine.partial()[:, : PLACES + 1]), engine.state.meter
+    tokens, meter = torch.from_numpy(engine.read_tokens()[:, : PLACES + 1]), engine.state.meter
     if meter is None:
         return tokens, []
     drawn = engine.state.known.cpu() - 1  # [n] tokens that steps drew

@@ -36,7 +36,7 @@ class Drafting(nn.Module, ABC):
 
     @abstractmethod
     def begin(self, hidden: Tensor, root: Tensor, rows: Tensor, state: DecodeState) -> None:
-        """The images of `state.entry` begin, and nothing of the others may change.
+        """The images of `state.prefill` begin, and nothing of the others may change.
 
         `hidden` [RA, P, F] are the prefixes' features, `root` [A] first tokens, `rows` [RA] those of the batch.
         """

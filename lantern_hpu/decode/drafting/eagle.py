@@ -68,7 +68,7 @@ class EagleDrafting(Drafting):
     def begin(self, hidden: Tensor, root: Tensor, rows: Tensor, state: DecodeState) -> None:
         """Entries 0 .. P-2 carry the prefix's features beside its words, or the filler token 0."""
         kept: EagleState = state.drafting
-        entry, width, drafter = state.entry, self.config.prefix - 1, self.drafter
+        entry, width, drafter = state.prefill, self.config.prefix - 1, self.drafter
         slot = entry.slot.long()
         if width:
             mask = self.positions.causal[:width, :width].expand(len(rows), -1, -1)

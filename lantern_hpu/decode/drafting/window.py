@@ -26,7 +26,7 @@ from torch import Tensor
 from lantern_hpu.decode.drafting.base import Committed, Drafting
 from lantern_hpu.decode.sampler import Sampler
 from lantern_hpu.decode.spec import Spec, keeps_noise
-from lantern_hpu.decode.state import DecodeState, Entry
+from lantern_hpu.decode.state import DecodeState, PrefillInput
 from lantern_hpu.decode.tree_tables import Drafts, StaticTables
 from lantern_hpu.models.transformer import Target
 from lantern_hpu.ops.buffers import arange32, constant
@@ -81,7 +81,7 @@ class WindowDrafting(Drafting):
 
     # -- the fixed noise
 
-    def sample(self, probs: Tensor, noise: Tensor, state: DecodeState | Entry) -> Tensor:
+    def sample(self, probs: Tensor, noise: Tensor, state: DecodeState | PrefillInput) -> Tensor:
         """One token of each distribution [B, T] by its noise, both [B, T, V]; of a greedy image the most probable."""
         if self.spec.use_greedy:
             noise = noise.masked_fill(state.sampling.greedy[:, None, None], 1.0)
@@ -108,7 +108,7 @@ class WindowDrafting(Drafting):
     def begin(self, hidden: Tensor, root: Tensor, rows: Tensor, state: DecodeState) -> None:
         """The first drafts, of the root's distribution everywhere."""
         kept: WindowState = state.drafting
-        entry, slot = state.entry, state.entry.slot.long()
+        entry, slot = state.prefill, state.prefill.slot.long()
         assert entry.keys is not None
         kept.keys.index_copy_(0, slot, entry.keys)
         if kept.noise is not None:
