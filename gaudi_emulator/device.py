@@ -58,15 +58,11 @@ class Counts:
     flushes: Counter[str] = field(default_factory=Counter)  # by reason
     host_syncs: Counter[str] = field(default_factory=Counter)  # by reason
     uploads: int = 0
-    upload_bytes: int = 0
-    download_bytes: int = 0
     fallbacks: Counter[str] = field(default_factory=Counter)  # by operator
-    dynamic: Counter[str] = field(default_factory=Counter)  # by operator
     graphs: Counter[str] = field(default_factory=Counter)  # captured, replayed, bypassed, evicted
     cuts: Counter[str] = field(default_factory=Counter)  # by operator, of compiled graphs
     whole_copies: int = 0  # of tensors that compiled graphs write by index
     recompiles: int = 0  # compilations after warm-up
-    allocations: int = 0
 
 
 class Lease:
@@ -106,7 +102,7 @@ class Device:
         self.differential = False  # whether functions are rehearsed before they are captured
         self.rehearsed: Run | None = None
         self.warned: set[str] = set()  # functions that said once that they do nothing
-        self.in_use = self.peak = self.largest = 0
+        self.in_use = self.peak = 0
 
     def read_flags(self) -> bool:
         """As the bridge does while it is imported. -> the mode that they ask for"""
@@ -246,9 +242,8 @@ class Device:
         return made
 
     def allocate(self, owner: HPUTensor, size: int) -> None:
-        self.counts.allocations += 1
         self.in_use += size
-        self.peak, self.largest = max(self.peak, self.in_use), max(self.largest, size)
+        self.peak = max(self.peak, self.in_use)
         owner.lease = Lease()  # it goes where the numbers go, also if two tensors are swapped
         weakref.finalize(owner.lease, self.free, size).atexit = False
 
@@ -378,7 +373,6 @@ class Device:
         self.sync(reason, rule)
         if tensor.stale is not None:
             self.findings.hit(tensor.stale, reason)
-        self.counts.download_bytes += tensor.raw.nbytes
         return tensor.raw
 
     def upload(self, values: Tensor) -> HPUTensor:
@@ -391,7 +385,6 @@ class Device:
         """Book an upload."""
         checks.upload(self, values)
         self.counts.uploads += 1
-        self.counts.upload_bytes += values.nbytes
         self.uploaded += 1
         if self.recording is not None:
             self.findings.hit("H061", "an upload inside a capture is baked in")
@@ -490,17 +483,6 @@ def execute(func: Any, args: Args, kwargs: Kwargs, seed: int | None) -> Any:
         return func(*args, **{n: None if n == "generator" else v for n, v in kwargs.items()})
 
 
-def add_relu(
-    x: Tensor, other: Tensor | float, alpha: float = 1, *, out: Tensor | None = None
-) -> Tensor:
-    made = torch.add(x, other, alpha=alpha).relu()
-    return made if out is None else out.copy_(made)
-
-
-def add_relu_(x: Tensor, other: Tensor | float, alpha: float = 1) -> Tensor:
-    return x.add_(other, alpha=alpha).relu_()
-
-
 def batch_norm(
     x: Tensor,  # [N, C, ...]
     weight: Tensor | None,  # [C], also in a lower format than the statistics
@@ -529,13 +511,8 @@ def take(x: Tensor, index: Tensor) -> Tensor:
     return torch.take(x, index.long())
 
 
-# Operators that the device has in more number formats than the CPU; torch knows no shapes for the results of the first
-SHAPELESS: dict[str, Callable[..., Tensor]] = {
-    "aten::_add_relu": add_relu,
-    "aten::_add_relu_": add_relu_,
-}
+# Operators that the device has in more number formats than the CPU
 STAND_INS: dict[str, Callable[..., Any]] = {
-    **SHAPELESS,
     "aten::take": take,
     "aten::native_batch_norm": batch_norm,
     "aten::native_batch_norm_backward": batch_norm_backward,

@@ -278,16 +278,6 @@ def a_scalar_of_the_host_is_that_of_each_call(card: Card) -> None:
         expect(model(x, torch.tensor(value)).cpu().tolist(), [value, value])
 
 
-@fact("hpu/graphs.py, CachedParams", only="1.24")
-def the_wrapper_counts_its_calls(card: Card) -> None:
-    counts, model, x = card.hpu.graphs.CachedParams, card.wrapped(), card.ones(2)
-    before = counts.iteration_cnt, sum(counts.cache_hits.values())
-    for _ in range(3):
-        model(x)
-    after = counts.iteration_cnt, sum(counts.cache_hits.values())
-    expect((after[0] - before[0], after[1] - before[1]), (3, 2), "calls and replays")
-
-
 @fact("hpu/graphs.py:488")
 def minus_one_and_minus_two_share_a_key(card: Card) -> None:
     model, x = card.wrapped(), card.ones(2)
@@ -473,6 +463,8 @@ def native(name: str, body: Callable[[Card], object], since: str | None, source:
 
 
 YAML = "scripts/hpu_op.yaml"
+FORMATS = "hpu_ops/supported_dtypes.cpp:49"
+SORT = "hpu_ops/backend/sort_gen.cpp"
 native("histc", lambda c: torch.histc(c.ones(4), 3), "1.24", YAML)
 native("digamma", lambda c: c.ones(2).digamma(), "1.24", YAML)
 native("the_inverse_of_a_matrix", lambda c: torch.linalg.inv(c.ones(1, 1)), None, YAML)
@@ -482,24 +474,9 @@ native("lgamma", lambda c: c.ones(2).lgamma(), "1.19", YAML)
 native("index_copy", lambda c: c.ones(2).index_copy_(0, c.tensor([1]), c.ones(1)), "1.19", YAML)
 native("a_sum_of_int16", lambda c: c.ones(4, dtype=torch.int16).sum(), "1.24", YAML)
 native("nan_to_num_of_float16", lambda c: c.ones(4, dtype=torch.float16).nan_to_num(), "1.24", YAML)
-native(
-    "roll_of_int64",
-    lambda c: c.ones(4, dtype=INT64).roll(1),
-    "1.19",
-    "hpu_ops/supported_dtypes.cpp:49",
-)
-native(
-    "a_stable_sort_of_37",
-    lambda c: c.ones(2, 37).sort(dim=-1, stable=True),
-    "1.19",
-    "hpu_ops/backend/sort_gen.cpp",
-)
-native(
-    "a_stable_sort_of_38",
-    lambda c: c.ones(2, 38).sort(dim=-1, stable=True),
-    "1.24",
-    "hpu_ops/backend/sort_gen.cpp",
-)
+native("roll_of_int64", lambda c: c.ones(4, dtype=INT64).roll(1), "1.19", FORMATS)
+native("a_stable_sort_of_37", lambda c: c.ones(2, 37).sort(dim=-1, stable=True), "1.19", SORT)
+native("a_stable_sort_of_38", lambda c: c.ones(2, 38).sort(dim=-1, stable=True), "1.24", SORT)
 native(
     "an_embedding_that_counts_frequencies",
     lambda c: F.embedding(c.tensor([0, 1]), c.ones(4, 2), scale_grad_by_freq=True),

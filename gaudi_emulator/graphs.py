@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import wraps
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from gaudi_emulator import ops
 from gaudi_emulator.device import Device, current, flag
 from gaudi_emulator.lint import checks
-from gaudi_emulator.lint.checks import raw
 from gaudi_emulator.nested import mapped, tensors_in
 from gaudi_emulator.rehearsal import Run, module_tensors, plain_attributes, rehearse
 from gaudi_emulator.tensor import DEVICE, Args, HPUTensor, Kwargs
@@ -246,16 +245,6 @@ class HPUGraph:
         """Whether a tensor lies in a storage that the capture made."""
         return self.recording is not None and id(tensor.raw) in self.recording.slots
 
-    def replayV2(
-        self, static_tlist: list[Tensor], tlist: list[Tensor], asynchronous: bool = False
-    ) -> None:
-        copy_to(static_tlist, tlist)
-        self.replay(asynchronous)
-
-    def replayV3(self, tlistI: list[Tensor], asynchronous: bool = False) -> None:
-        matched = zip(self.inputs, tlistI, strict=False)
-        self.rerun({id(raw(old)): raw(new) for old, new in matched})
-
     def replay_with_inputs(
         self, tlistI: list[Tensor] | None = None, asynchronous: bool = False
     ) -> None:
@@ -275,9 +264,6 @@ class HPUGraph:
             self.recording.rebound = {id(t) for t in self.inputs if is_host_scalar(t)}
 
     def mark_user_outputs(self, static_tlist: list[Tensor], free_inplace: bool = True) -> None: ...
-
-    def get_user_input_match_indices(self) -> list[int]:
-        return list(range(len(self.inputs)))
 
     def clear_inputs(self) -> None:
         self.inputs = []
@@ -368,8 +354,8 @@ def is_host_scalar(value: object) -> bool:
 
 
 @dataclass
-class Cached:
-    """A graph with its static inputs and outputs; `CachedParams` of 1.19."""
+class CachedParams:
+    """A graph with its static inputs and outputs."""
 
     graph_inputs: Any
     graph_outputs: Any
@@ -382,16 +368,6 @@ class Cached:
     attributes: Any = None  # of its module
     callers: list[weakref.ref[HPUTensor]] = field(default_factory=list)  # first inputs
     handed_out: list[weakref.ref[HPUTensor]] = field(default_factory=list)
-
-
-@dataclass
-class CachedParams(Cached):
-    """The same with counters of all graphs, from 1.24 on."""
-
-    cache_hits: ClassVar[dict[int, int]] = {}  # by key
-    skip_replay_cnt: ClassVar[dict[int, int]] = {}
-    iteration_cnt: ClassVar[int] = 0
-    bypass_hpu_graphs: ClassVar[int] = 0
 
 
 def signature(obj: Any) -> Any:
@@ -418,14 +394,11 @@ class Wrapped:
         max_graphs: int | None = None,
         **since_1_24: Any,
     ) -> None:
-        known = {"free_inplace": True, "verbose": False, "log_frequency": 100}
-        allowed = {} if current().release.name == "1.19" else known
+        allowed = ("free_inplace", "verbose", "log_frequency")
         for name in since_1_24:
-            if name not in allowed:
+            if name not in allowed or current().release.name == "1.19":
                 raise TypeError(f"wrap_in_hpu_graph() got an unexpected keyword argument {name!r}")
-        self.options = known | since_1_24
         self.func, self.dry_run, self.max_graphs = func, bool(dry_run), max_graphs
-        self.asynchronous = asynchronous
         self.disable_tensor_cache = disable_tensor_cache
         self.cache: dict[int, CachedParams] = {}
         self.shapes: dict[Any, set[int]] = {}  # keys by the shapes of their tensors alone
@@ -437,27 +410,15 @@ class Wrapped:
         return flag({**current().flags, **os.environ}, name, self.disable_tensor_cache)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        CachedParams.iteration_cnt += 1
-        try:
-            return self.call(*args, **kwargs)
-        finally:
-            often = self.options["log_frequency"]
-            if self.options["verbose"] and often > 0 and CachedParams.iteration_cnt % often == 0:
-                self.log_statistics()
-
-    def call(self, *args: Any, **kwargs: Any) -> Any:
         device = current()
         warmup = kwargs.pop("warmup_mode", False)
         kwargs.pop("cache_tensors_list", None)
         if kwargs.pop("bypass_hpu_graphs", False):
             device.counts.graphs["bypassed"] += 1
-            CachedParams.bypass_hpu_graphs += 1
             return self.func(*args, **kwargs)
         inputs = (args, kwargs)
         key = input_hash(inputs)
         if key in self.cache:
-            counter = CachedParams.skip_replay_cnt if warmup else CachedParams.cache_hits
-            counter[key] = counter.get(key, 0) + 1
             return self.again(device, self.cache[key], inputs, warmup)
         if self.max_graphs is not None and len(self.cache) >= self.max_graphs:
             device.findings.hit("H023", f"{self.max_graphs} graphs")
@@ -568,22 +529,6 @@ class Wrapped:
         for known in self.cache.values():
             known.graph.clear_inputs()
 
-    def log_statistics(self) -> None:
-        """What the wrapper did, as 1.24 prints it."""
-        print("HPU Graph Inference Statistics")
-        rows = {
-            "Max graphs": self.max_graphs,
-            "Async execution config": self.asynchronous,
-            "Disable Tensor Cache": self.live,
-            "Dry Run": self.dry_run or self.live,
-            "No. of HPUGraphs cached": len(self.cache),
-            "Total cached hits": sum(CachedParams.cache_hits.values()),
-            "Total HPUGraph warmups": sum(CachedParams.skip_replay_cnt.values()),
-            "Total HPUGraphs bypassed": CachedParams.bypass_hpu_graphs,
-        }
-        for name, value in rows.items():
-            print(f"    {name:<40}:- {value}")
-
 
 def alias(tensor: Tensor) -> Tensor:
     """Another object for the same storage."""
@@ -598,7 +543,7 @@ def wrap_in_hpu_graph_func(func: Callable[..., Any], **options: Any) -> Callable
     def call(*args: Any, **kwargs: Any) -> Any:
         return wrapped(*args, **kwargs)
 
-    for name in ("clear_cache", "clear_inputs", "log_statistics"):
+    for name in ("clear_cache", "clear_inputs"):
         setattr(call, name, getattr(wrapped, name))
     return call
 
@@ -609,35 +554,7 @@ def wrap_in_hpu_graph(module: nn.Module, **options: Any) -> nn.Module:
     module.forward = call
     module.clear_cache = call.clear_cache
     module.clear_inputs = call.clear_inputs
-    if current().release.name != "1.19":
-        module.log_statistics = call.log_statistics
     return module
-
-
-def make_graphed_callables(
-    callables: Any,
-    sample_args: Any,
-    warmups: int = 0,
-    allow_unused_input: bool = False,
-    asynchronous: bool = False,
-    disable_tensor_cache: bool = False,
-    dry_run: bool = False,
-) -> Any:
-    """Callables captured on sample arguments. Those that learn run plainly: their backward is not recorded here."""
-    single = not isinstance(callables, tuple)
-    pairs = [(callables, sample_args)] if single else zip(callables, sample_args, strict=True)
-    made = []
-    for one, sample in pairs:
-        is_module = isinstance(one, nn.Module)
-        if is_module and torch.is_grad_enabled() and any(p.requires_grad for p in one.parameters()):
-            made.append(one)
-            continue
-        wrap: Any = wrap_in_hpu_graph if is_module else wrap_in_hpu_graph_func
-        wrapped = wrap(one, disable_tensor_cache=disable_tensor_cache, dry_run=dry_run)
-        for _ in range(warmups + 1):
-            wrapped(*sample)
-        made.append(wrapped)
-    return made[0] if single else tuple(made)
 
 
 class ModuleCacher:

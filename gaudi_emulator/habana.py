@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 import warnings
@@ -12,9 +11,8 @@ from contextlib import contextmanager
 from enum import IntEnum
 from functools import wraps
 from importlib.machinery import ModuleSpec
-from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,8 +22,7 @@ from gaudi_emulator import graphs, hpex
 from gaudi_emulator.device import LIMIT, Device, current
 from gaudi_emulator.scope import MODULES, WHOLE, BeyondModule, names_of, short
 from gaudi_emulator.tensor import DEVICE, HPUTensor
-from lantern_hpu.backends.hpu.env import ROOT, version_number
-from lantern_hpu.files import write_file
+from lantern_hpu.backends.hpu.env import ROOT
 
 # core
 
@@ -167,18 +164,7 @@ def synchronize(device: object = None) -> None:
 
 def memory_stats(device: object = None) -> dict[str, int]:
     card = current()
-    return {
-        "Limit": LIMIT,
-        "InUse": card.in_use,
-        "MaxInUse": card.peak,
-        "NumAllocs": card.counts.allocations,
-        "NumFrees": 0,
-        "ActiveAllocs": 0,
-        "MaxAllocSize": card.largest,
-        "TotalSystemAllocs": 0,
-        "TotalSystemFrees": 0,
-        "TotalActiveAllocs": 0,
-    }
+    return {"Limit": LIMIT, "InUse": card.in_use, "MaxInUse": card.peak}
 
 
 def memory_of(name: str) -> Callable[..., int]:
@@ -191,10 +177,6 @@ def reset_peak_memory_stats(device: object = None) -> None:
 
 def mem_get_info(device: object = None) -> tuple[int, int]:
     return LIMIT - current().in_use, LIMIT
-
-
-def memory_summary(device: object = None, abbreviated: bool = False) -> str:
-    return "\n".join(f"{name:<24}{value}" for name, value in memory_stats().items())
 
 
 # hpu: random numbers, from a generator on the host
@@ -269,15 +251,6 @@ METRICS: dict[str, Callable[[Device], list[tuple[str, Any]]]] = {
         ("TotalNumber", card.counts.fallbacks.total()),
         ("FallbackOps", dict(card.counts.fallbacks)),
     ],
-    "memory_defragmentation": lambda card: [
-        (name, 0) for name in ("TotalNumber", "TotalSuccessful", "AvgTime", "MaxTime")
-    ],
-    "recipe_cache": lambda card: [
-        ("TotalHit", card.counts.hits),
-        ("RecipeHit", []),
-        ("TotalMiss", card.counts.recipes),
-        ("RecipeMiss", []),
-    ],
 }
 
 
@@ -311,53 +284,11 @@ def metric_localcontext(name: str) -> Iterator[Metric]:
     yield Metric(name)
 
 
-def metrics_dump(file_name: str, format: str = "json", triggered_by: str = "user") -> None:
-    """All metrics, as records or as text; the file's name gets the rank of the process."""
-    file = Path(file_name)
-    file = file.with_name(f"{file.stem}-rank{os.environ.get('RANK', 0)}{file.suffix}")
-    records = [
-        {
-            "metric_name": name,
-            "triggered_by": triggered_by,
-            "generated_on": time.strftime("%Y-%m-%dT%H:%M:%S"),
-            "statistics": dict(rows(current())),
-        }
-        for name, rows in metrics_of(current()).items()
-    ]
-    lines = [f"{r['metric_name']}: {r['statistics']}" for r in records]
-    write_file(
-        file, (json.dumps(records) if format == "json" else "\n".join(lines)).encode(), force=True
-    )
-
-
-def dump_asked_for(card: Device) -> None:
-    """At the end of the program, if its flags ask for a file of metrics."""
-    file = card.flags.get("PT_HPU_METRICS_FILE", card.flags.get("HABANA_PT_METRICS_FILE"))
-    if file and "process_exit" in card.flags.get("PT_HPU_METRICS_DUMP_TRIGGERS", "process_exit"):
-        form = card.flags.get("PT_HPU_METRICS_FILE_FORMAT", "json")
-        metrics_dump(file, form, "process_exit")
-
-
 # internal.bridge_config
 
 
-@contextmanager
-def env_setting(name: str, value: object) -> Iterator[None]:
-    """A flag of the bridge for a while."""
-    flags = current().flags
-    before = flags.get(name)
-    flags[name] = str(value)
-    try:
-        yield
-    finally:
-        if before is None:
-            flags.pop(name, None)
-        else:
-            flags[name] = before
-
-
 class BridgeConfig(BeyondModule):
-    """A function for each flag: `get_pt_hpu_lazy_mode()`."""
+    """A function for each flag of the bridge: `get_pt_hpu_lazy_mode()`."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("get_"):
@@ -384,7 +315,7 @@ CORE = named(mark_step, iter_mark_step, add_step_closure) | dict.fromkeys(
 )
 GRAPHS = {
     name: getattr(graphs, name)
-    for name in "HPUGraph graph make_graphed_callables CachedParams input_hash copy_to wrap_in_hpu_graph "
+    for name in "HPUGraph graph CachedParams input_hash copy_to wrap_in_hpu_graph "
     "wrap_in_hpu_graph_func ModuleCacher".split()
 } | {"is_current_stream_capturing": lambda: bool(getattr(current_stream(), "is_capture", False))}
 SETTINGS = (
@@ -400,7 +331,7 @@ RANDOM = named(manual_seed, seed, get_rng_state, set_rng_state) | {
     "get_rng_state_all": lambda: [get_rng_state()],
     "set_rng_state_all": lambda states: set_rng_state(states[0]),
 }
-MEMORY = named(memory_stats, memory_summary, mem_get_info, reset_peak_memory_stats) | {
+MEMORY = named(memory_stats, mem_get_info, reset_peak_memory_stats) | {
     "memory_allocated": memory_of("InUse"),
     "max_memory_allocated": memory_of("MaxInUse"),
     "memory_reserved": memory_of("Limit"),
@@ -410,18 +341,10 @@ MEMORY = named(memory_stats, memory_summary, mem_get_info, reset_peak_memory_sta
     "reset_accumulated_memory_stats": accept_anything,
 }
 STREAMS = named(Stream, Event, stream, set_stream, current_stream, default_stream)
-METRIC_API = named(metric_global, metric_localcontext, metrics_dump)
+METRIC_API = named(metric_global, metric_localcontext)
 
 
 # hpu: identity, switches
-
-
-class DeviceProperties(NamedTuple):
-    name: str
-    total_memory: int
-    major: int = 0
-    minor: int = 0
-    multi_processor_count: int = 1
 
 
 def version() -> str:
@@ -460,12 +383,6 @@ IDENTITY = {
     "current_device": lambda: 0,
     "get_device_name": name,
     "get_device_capability": lambda device=None: version(),
-    "get_device_properties": lambda device=None: DeviceProperties(
-        name(), LIMIT, *(version_number(version()) or ())
-    ),
-    "get_arch_list": lambda: ["gaudi2"],
-    "get_gencode_flags": lambda: "",
-    "can_device_access_peer": lambda device, peer_device: False,
     "is_bf16_supported": lambda including_emulation=True: True,
     "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
     "synchronize": synchronize,
@@ -482,14 +399,11 @@ IDENTITY = {
     "is_autocast_hpu_enabled": lambda: torch.is_autocast_enabled(DEVICE),
     "set_autocast_hpu_dtype": lambda dtype: torch.set_autocast_dtype(DEVICE, dtype),
     "get_autocast_hpu_dtype": lambda: torch.get_autocast_dtype(DEVICE),
-    "memory_usage": lambda device=None: int(100 * current().in_use / LIMIT),
-    "utilization": lambda device=None: 0,
     "_is_in_bad_fork": lambda: False,
 }
 
 
 SINCE_1_24 = {
-    "formatted_memory_stats": lambda device=None: memory_summary(device),
     "is_inference_mode_enabled": lambda: False,
     "sdp_kernel_flag": nothing,
     "set_mark_scale_const": accept_anything,
@@ -522,14 +436,13 @@ def module(name: str, **members: Any) -> ModuleType:
 def modules(device: Device) -> dict[str, ModuleType]:
     """All modules by their full names, tied together as attributes."""
     newer = device.release.name != "1.19"
-    api = GRAPHS if newer else GRAPHS | {"CachedParams": graphs.Cached}
     has_graphs = device.lazy or device.release.graphs_always_named
     hpu = {
         **STREAMS,
         **MEMORY,
         **RANDOM,
         **dict.fromkeys(SETTINGS, accept_anything),
-        **(api if has_graphs else {}),
+        **(GRAPHS if has_graphs else {}),
         **IDENTITY,
         **(SINCE_1_24 if newer else {}),
         "default_generators": (device.generator,),
@@ -558,7 +471,7 @@ def modules(device: Device) -> dict[str, ModuleType]:
             "load_habana_module": accept_anything,
             "is_habana_available": lambda: True,
         },
-        "internal.bridge_config": named(env_setting),
+        "internal.bridge_config": {},
         "distributed.hccl": {
             "initialize_distributed_hpu": lambda world_size=None, rank=None, local_rank=None: (
                 int(os.environ.get("WORLD_SIZE", 1)),
@@ -568,15 +481,13 @@ def modules(device: Device) -> dict[str, ModuleType]:
         },
         "hpex.kernels": {
             name: getattr(hpex, name)
-            for name in "FusedSDPA RotaryPosEmbeddingMode apply_rotary_pos_emb RotaryPosEmbeddingHelperV1 "
-            "RotaryPosEmbeddingHelperV2 RotaryPosEmbeddingHelperV3 CustomSoftmax".split()
+            for name in "FusedSDPA RotaryPosEmbeddingMode apply_rotary_pos_emb RotaryPosEmbeddingHelperV2".split()
         },
-        "hpex.normalization": named(hpex.FusedRMSNorm, hpex.FusedClipNorm),
-        "hpex.optimizers": named(hpex.FusedAdamW),
+        "hpex.normalization": named(hpex.FusedRMSNorm),
         "dynamo.compile_backend.config": {"configuration_flags": defaultdict(bool)},
     }
     if has_graphs:
-        parts["hpu.graphs"] = api
+        parts["hpu.graphs"] = GRAPHS
     if newer:
         parts["version"] = dict.fromkeys(("__version__", "version"), f"{device.release.name}.0")
     made = {name: module(name) for name in (ROOT, f"{ROOT}.torch")}

@@ -125,8 +125,6 @@ class FusedSDPA:
         most = 15 if newer else 13
         if 13 + len(since_1_24) > most:
             raise TypeError(f"FusedSDPA takes {most} positions, not {13 + len(since_1_24)}")
-        window = since_1_24[0] if since_1_24 else (-1, -1)
-        sink = since_1_24[1] if len(since_1_24) > 1 else None
         if newer and 0 in (q.numel(), k.numel(), v.numel()):
             return q.new_empty((*q.shape[:-1], v.shape[-1]))
         need(
@@ -149,50 +147,25 @@ class FusedSDPA:
             )
         if return_dropout_mask or return_attn_probs:
             raise OutOfScope("FusedSDPA with more results than one", "plain attention")
-        if sink is not None:
-            raise OutOfScope("FusedSDPA with a sink", "plain attention")
-        if valid_seq_len is not None or tuple(window) != (-1, -1):
+        if since_1_24:
+            raise OutOfScope("FusedSDPA with a window or a sink", "plain attention")
+        if valid_seq_len is not None:
             padding = seq_padding_type.lower()
             need(padding in ("left", "right"), f"unknown seq_padding_type {seq_padding_type!r}")
-            allowed = allowed_pairs(q, k, is_causal, valid_seq_len, padding, window)
-            attn_mask, is_causal = joined(attn_mask, allowed), False
+            attn_mask, is_causal = causal_pairs(q, k, valid_seq_len, padding), False
         return run_fused("sdpa", sdpa, q, k, v, attn_mask, dropout_p, is_causal, scale)
 
 
-def allowed_pairs(
-    q: Tensor,
-    k: Tensor,
-    is_causal: bool,
-    valid_seq_len: Tensor | None,
-    padding: str,
-    window: tuple[int, int],
-) -> Tensor:
-    """Which query sees which key: [Lq, Lkv], or [B, 1, Lq, Lkv] with lengths [B]. A query that is padding sees all."""
+def causal_pairs(q: Tensor, k: Tensor, valid_seq_len: Tensor, padding: str) -> Tensor:
+    """Which query sees which key, by lengths [B]: [B, 1, Lq, Lkv]. A query that is padding sees all."""
     rows = torch.arange(q.shape[-2], device=q.device)[:, None]  # [Lq, 1]
     columns = torch.arange(k.shape[-2], device=q.device)  # [Lkv]
-    allowed = columns <= rows if is_causal else columns >= 0 * rows  # [Lq, Lkv]
-    left, right = window
-    if left >= 0:
-        allowed = allowed & (columns >= rows - left)
-    if right >= 0:
-        allowed = allowed & (columns <= rows + right)
-    if valid_seq_len is None:
-        return allowed
     lengths = valid_seq_len.to(q.device).reshape(-1, 1, 1, 1)  # [B, 1, 1, 1]
     begins = k.shape[-2] - lengths if padding == "left" else 0 * lengths
     ends = begins + lengths
     real = (columns >= begins) & (columns < ends)  # [B, 1, 1, Lkv]
     padded = (rows < begins) | (rows >= ends)  # [B, 1, Lq, 1]
-    return (allowed & real) | padded
-
-
-def joined(mask: Tensor | None, allowed: Tensor) -> Tensor:
-    """A mask that also keeps to the allowed pairs."""
-    if mask is None:
-        return allowed
-    if mask.dtype == torch.bool:
-        return mask & allowed
-    return mask.masked_fill(~allowed, float("-inf"))
+    return ((columns <= rows) & real) | padded
 
 
 class FusedRMSNorm:
@@ -232,35 +205,20 @@ def apply_rotary_pos_emb(
 ) -> Tensor:
     """Turn pairs of features (hpex/kernels/RotaryPosEmbeddingHelper.py): formats are matched, float32 wins."""
     if sin is None:
-        return rotate_cached(p, cos)
+        raise OutOfScope(
+            "apply_rotary_pos_emb with angles in one tensor", "cos and sin of their own"
+        )
     wanted = torch.float32 if torch.float32 in (p.dtype, cos.dtype, sin.dtype) else p.dtype
     p, cos, sin = p.to(wanted), cos.to(wanted), sin.to(wanted)
     if position_ids is not None and mode == RotaryPosEmbeddingMode.BLOCKWISE:
         width = cos.shape[-1]
         cos, sin = (t.reshape(-1, width)[position_ids].unsqueeze(1) for t in (cos, sin))
     elif offset:
-        # Positions lie along dimension 0, or as in attention, which is all that [1, 1, S, D] and [S, D] fit
-        dim = -2 if cos.dim() == 2 or cos.shape[0] == 1 else 0
-        cos, sin = (t.narrow(dim, offset, p.shape[dim]) for t in (cos, sin))
+        raise OutOfScope(
+            "apply_rotary_pos_emb with an offset", "rows of cos and sin by position_ids"
+        )
     need(cos.shape[-1] == p.shape[-1], "cos and sin must be as wide as the features")
     return run_fused("rope", rope, p, cos, sin, mode == RotaryPosEmbeddingMode.PAIRWISE)
-
-
-def rotate_cached(p: Tensor, rope_cache: Tensor) -> Tensor:
-    """ChatGLM's form: p [T, B, heads, D], angles [T, B, pairs, 2]; features beyond the pairs stay."""
-    length, width = p.shape[0], 2 * rope_cache.shape[-2]
-    angles = rope_cache[:length].reshape(length, -1, 1, width // 2, 2)
-    cos, sin = (angles[..., i].repeat_interleave(2, -1).to(p.dtype) for i in (0, 1))
-    turned = run_fused("rope", rope, p[..., :width], cos, sin, True)
-    return torch.cat([turned, p[..., width:]], -1)
-
-
-class RotaryPosEmbeddingHelperV1:
-    """GPT-NeoX before 4.27: rows begin at an offset."""
-
-    @staticmethod
-    def apply(p: Tensor, cos: Tensor, sin: Tensor, offset: int) -> Tensor:
-        return apply_rotary_pos_emb(p, cos, sin, None, offset)
 
 
 class RotaryPosEmbeddingHelperV2:
@@ -269,47 +227,3 @@ class RotaryPosEmbeddingHelperV2:
     @staticmethod
     def apply(p: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor) -> Tensor:
         return apply_rotary_pos_emb(p, cos, sin, position_ids)
-
-
-class RotaryPosEmbeddingHelperV3:
-    """Angles in one tensor."""
-
-    @staticmethod
-    def apply(p: Tensor, rope_cache: Tensor) -> Tensor:
-        return rotate_cached(p, rope_cache)
-
-
-class CustomSoftmax:
-    """Softmax over the last dimension; the flavour is one of speed."""
-
-    @staticmethod
-    def apply(inp: Tensor, flavor: int) -> Tensor:
-        return inp.softmax(-1)
-
-
-class FusedAdamW(torch.optim.AdamW):
-    """AdamW (hpex/optimizers/FusedAdamW.py), here by torch's own arithmetic."""
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-6,
-        weight_decay: float = 0.0,
-        bias_correction: bool = True,
-        moments_dtype: Any = None,
-    ) -> None:
-        super().__init__(
-            params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, foreach=False
-        )
-
-
-class FusedClipNorm:
-    """Clips the norm of all gradients together (hpex/normalization/FusedClipNorm.py)."""
-
-    def __init__(self, parameters: Any, max_norm: float) -> None:
-        self.max_norm = float(max_norm)
-
-    def clip_norm(self, parameters: Any) -> Tensor:
-        return torch.nn.utils.clip_grad_norm_(parameters, self.max_norm, foreach=False)

@@ -18,7 +18,6 @@ from torch import distributed
 
 from gaudi_emulator.device import Device, as_current, current, listening
 from gaudi_emulator.graphs import abandoned_on_error
-from gaudi_emulator.habana import dump_asked_for
 from gaudi_emulator.nested import tensors_in
 from gaudi_emulator.patches import made_on_the_host, overwrites, wrapped
 from gaudi_emulator.releases import DEFAULT, Release, current_release, release_named
@@ -62,7 +61,6 @@ def emulated(
         stack.enter_context(wrapped(threading.Thread, "start", partial(start, card)))
         stack.enter_context(card.heard())
         yield card
-        dump_asked_for(card)
 
 
 @contextmanager

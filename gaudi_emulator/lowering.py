@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,21 +30,11 @@ SAME_TENSOR = frozenset("select_scatter slice_scatter view _unsafe_view select s
 Site = tuple[str, int]
 
 
-@dataclass(frozen=True)
-class Lowered:
-    """A traced graph as the release runs it.
+def lower(card: Device, graph: fx.GraphModule) -> tuple[int, int]:
+    """Look at a traced graph's operators and do to the graph what the release's passes do.
 
-    Attributes:
-        launches: compiled parts and cuts, each launched in every call.
-        whole_copies: of tensors that are written by index, in every call.
+    Returns: launches of each call, and whole tensors that it copies because they are written by index.
     """
-
-    launches: int
-    whole_copies: int
-
-
-def lower(card: Device, graph: fx.GraphModule) -> Lowered:
-    """Look at a traced graph's operators and do to the graph what the release's passes do."""
     cuts = [(node, why) for node in operators(graph) if (why := cut(card, node))]
     if cuts and not flag(card.flags, "PT_HPU_USE_EAGER_FALLBACK", True):
         names = ", ".join(sorted({name_of(card, node) for node, _ in cuts}))
@@ -56,7 +45,7 @@ def lower(card: Device, graph: fx.GraphModule) -> Lowered:
         if why is not FALLBACK:  # a rule of its own
             card.findings.hit("H091", f"{name_of(card, node)}: {why}", site=source(node))
     chains(card, graph)
-    return Lowered(launches, put_in_place(card, graph))
+    return launches, put_in_place(card, graph)
 
 
 def operators(graph: fx.GraphModule) -> Iterator[fx.Node]:

@@ -65,10 +65,13 @@ def overwrites(card: Device) -> Iterator[None]:
         found = real(f, "cpu" if here else map_location, *args, **kwargs)
         return mapped(found, lambda t: t.to(DEVICE)) if here else found
 
+    def place(tensor: Tensor) -> Any:
+        return type(tensor), tensor.data_ptr(), tensor.dtype, tensor.shape
+
     def swap(real: Any, one: Tensor, other: Tensor) -> None:
         if not isinstance(one, HPUTensor) and not isinstance(other, HPUTensor):
             real(one, other)
-        elif not (isinstance(one, HPUTensor) and same_storage(one, other)):
+        elif place(one) != place(other):
             # Without torch's checks, which refuse a tensor that was traced or that a living graph holds
             one.__class__, other.__class__ = other.__class__, one.__class__
             one.__dict__, other.__dict__ = other.__dict__, one.__dict__
@@ -111,11 +114,6 @@ def made_on_the_host() -> Iterator[None]:
 def detached_copy(tensor: Tensor) -> Tensor:
     """A checkpoint's tensor: off the device, and out of autograd."""
     return tensor.detach().cpu() if isinstance(tensor, HPUTensor) else tensor
-
-
-def same_storage(one: HPUTensor, other: Tensor) -> bool:
-    """Whether a tensor that is moved is there already."""
-    return (one.data_ptr(), one.dtype, one.shape) == (other.data_ptr(), other.dtype, other.shape)
 
 
 def restored(values: Tensor, learns: bool, parameter: bool) -> Tensor:

@@ -18,7 +18,10 @@ class OutOfScope(NotImplementedError):
 # What to use while checking, by module of `habana_frameworks.torch` and name
 NAMES: dict[str, dict[str, str]] = {
     "hpex.kernels": {
+        "CustomSoftmax": "softmax",
         "CTCLoss": "torch.nn.CTCLoss",
+        "RotaryPosEmbeddingHelperV1": "apply_rotary_pos_emb with position_ids",
+        "RotaryPosEmbeddingHelperV3": "apply_rotary_pos_emb with cos and sin",
         "CustomNms": "torchvision.ops.nms on the host",
         "RoiAlignFunction": "torchvision.ops.roi_align on the host",
         "ScaledMaskedSoftmax": "softmax of the scaled scores and the mask",
@@ -28,12 +31,16 @@ NAMES: dict[str, dict[str, str]] = {
         "Adam": "torch.optim.Adam, and a step mark after its step",
         "AdamW": "torch.optim.AdamW, and a step mark after its step",
         "FusedAdagrad": "torch.optim.Adagrad",
-        "FusedLamb": "FusedAdamW",
+        "FusedAdamW": "torch.optim.AdamW, and a step mark after its step",
+        "FusedLamb": "torch.optim.AdamW",
         "FusedLars": "torch.optim.SGD",
         "FusedResourceApplyMomentum": "torch.optim.SGD with momentum",
         "FusedSGD": "torch.optim.SGD",
     },
+    "hpex.normalization": {"FusedClipNorm": "torch.nn.utils.clip_grad_norm_"},
     "hpex.movingavrg": {"FusedEMA": "torch.optim.swa_utils.AveragedModel"},
+    "hpu": {"make_graphed_callables": "wrap_in_hpu_graph, or ModuleCacher for training"},
+    "hpu.metrics": {"metrics_dump": "metric_global"},
     "utils.experimental": {
         "data_dynamicity": "the lint counts recipes itself",
         "detect_recompilation_auto_model": "the lint names what recompiles",
@@ -46,7 +53,7 @@ WHOLE = {
 }
 # Further modules that programs import
 MODULES = (
-    "utils internal distributed hpex hpex.movingavrg hpex.experimental dynamo dynamo.compile_backend "
+    "utils internal distributed hpex hpex.movingavrg hpex.optimizers hpex.experimental dynamo dynamo.compile_backend "
     "activity_profiler core.observer core.pattern_matcher core.quantize_fsdpa core.quantize_kvcache "
     "core.quantize_pt2e core.quantizer core.step_closure core.torch_overwrites core.weight_sharing core.hccl "
     "distributed._pg_utils dynamo.compile_backend.backends dynamo.compile_backend.experimental "

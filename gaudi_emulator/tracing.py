@@ -22,11 +22,10 @@ from torch._dynamo.exc import Unsupported, UserError
 from torch._dynamo.utils import graph_break_reasons
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.library import Library
 
 from gaudi_emulator import ops
 from gaudi_emulator.autocast import FLOAT32_FUNCTIONS, LOWER_FUNCTIONS, cast
-from gaudi_emulator.device import SHAPELESS, VARIANTS, Device
+from gaudi_emulator.device import VARIANTS, Device
 from gaudi_emulator.lint import checks, rules
 from gaudi_emulator.lint.rules import SKIPPED
 from gaudi_emulator.lowering import lower, source, watched
@@ -123,12 +122,12 @@ class Compiler:
 
     def graph(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """A graph of aten operators on CPU tensors: looked at once, launched at each call."""
-        lowered = lower(self.card, graph)
+        launches, whole_copies = lower(self.card, graph)
         at_home(graph)
         run = Launched(graph, self.card)
 
         def launch(*values: Any) -> Any:
-            self.card.launch(lowered.launches, lowered.whole_copies)
+            self.card.launch(launches, whole_copies)
             return run.run(*values)
 
         boxed: Callable[..., Any] = make_boxed_func(launch)
@@ -245,7 +244,7 @@ def tracing(card: Device) -> Iterator[None]:
     plain = torch._C._disabled_torch_function_impl
     with ExitStack() as stack:
         if not card.traced:
-            register_kernels()
+            differentiate_composites()
             stack.enter_context(card.aside())
             stack.enter_context(replaced(FakeTensorMode, "avoid_device_init", lambda real: True))
             stack.enter_context(replaced(Tensor, "to", moving))
@@ -269,16 +268,6 @@ def moving(real: Any) -> Any:
 
 
 @cache
-def register_kernels() -> Library:
-    """Kernels for shapes of what the CPU has in fewer number formats."""
-    shapes = Library("aten", "IMPL", "Meta")
-    for name, kernel in SHAPELESS.items():
-        for overload in ("Tensor", "Scalar"):
-            shapes.impl(f"{name}.{overload}", kernel)
-    differentiate_composites()
-    return shapes
-
-
 def differentiate_composites() -> None:
     """Gradients pass through composite operators by their parts. To the tracers our tensors are on `meta`, and where
     torch has a function for the shapes there they take the whole operator for one without a derivative."""

@@ -145,7 +145,6 @@ OWN: dict[str, Fault] = {
     "one seed reaches the device outside lazy mode": unseeded,
     "the key leaves the format out": other_key,
     "the key has the format": other_key,
-    "the wrapper counts its calls": replacing(graphs.Wrapped, "__call__", graphs.Wrapped.call),
     "a wrapped forward keeps its signature": replacing(
         graphs, "wraps", lambda real: lambda made: made
     ),

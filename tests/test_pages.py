@@ -231,6 +231,31 @@ RUN_ELSEWHERE = ("README.md", "recipes.md", "tutorial.md")
 RUN_HERE = re.compile(r"(models|scripts\.house|plan [a-z][\w.-]+ .*)$")
 LEFT = dict.fromkeys(" ".join(g) for page, g in LISTED if page.name not in RUN_ELSEWHERE)
 RUN = [command for command in LEFT if RUN_HERE.match(command)]
+# All else is parsed above and not run, and why
+NOT_RUN = {
+    r"plan (NAME|FOLDER)": "a place for the reader's own",
+    r"download|.*(llamagen-[ct]|anole-|janus-|lumina-|emu3|simplear|mammothmoda2|glm-image|models/t2i)": (
+        "gigabytes that are downloaded; test_checkpoints.py reads their formats"
+    ),
+    r".*--device (cuda|hpu)(?! --emulate)": "needs a card",
+    r".*--emulate": "minutes on the emulator; test_hpu.py is shorter",
+    r"serve": "ends by a signal; test_serve.py",
+    r"doctor": "asks the machine; test_doctor.py",
+    r"scripts\.(checkpoints|embedded_model)": "hours, or gigabytes; test_scripts.py is smaller",
+    r"scripts\.(measure|docs|release)": "minutes of measuring; their tests are of toy sizes",
+    r"(bench|compare|tune|evaluate|train|stretch|lint|generate)": "README, recipes and tutorial run others",
+}
+
+
+def test_every_command_of_a_page_is_run_or_there_is_a_reason() -> None:
+    """The first pattern that fits is the reason; one that fits nothing any more is to go."""
+    used = set[str]()
+    for command in LEFT:
+        if command not in RUN:
+            reason = next((pattern for pattern in NOT_RUN if re.match(pattern, command)), None)
+            assert reason, f"{command}: run it, or say why not"
+            used.add(reason)
+    assert used == set(NOT_RUN)
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -279,33 +278,3 @@ def test_the_perceptual_distance_grows_with_damage() -> None:
     ):
         assert 0 < distance(damage(1), real) < distance(damage(3), real)
     assert distance(real, real) == 0
-
-
-# ------------------------------------------------------------------------------------ conformance
-
-JUNIT = """<testsuites><testsuite>
-<testcase classname="w.torchcts.operators.test_a" name="one"/>
-<testcase classname="torchcts.operators.test_a" name="two[x]"><failure message="no"/></testcase>
-<testcase classname="torchcts.operators.test_a" name="three"><skipped/></testcase>
-</testsuite></testsuites>"""
-
-
-def test_a_conformance_scorecard_lists_what_fails_on_the_emulator_alone() -> None:
-    from scripts.measure.conformance import outcomes, scorecard
-
-    emulated = outcomes(ElementTree.fromstring(JUNIT))
-    assert emulated["operators.test_a::one"] == "passed"
-    card = scorecard(emulated, emulated | {"operators.test_a::two[x]": "passed"})
-    assert card["failed on the emulator alone"] == ["operators.test_a::two[x]"]
-    assert card["hpu, emulated"] == {"passed": 1, "failed": 1, "skipped": 1}
-    assert scorecard(emulated, emulated)["failed on the emulator alone"] == []
-
-
-@pytest.mark.slow
-def test_the_conformance_suite_runs_over_the_emulator() -> None:
-    """Where it is installed: it is no dependency, since it declares an older torch."""
-    pytest.importorskip("torchcts")
-    from scripts.measure.conformance import run_suite
-
-    found = run_suite("hpu", "operators/test_binary.py")
-    assert len(found) >= 5 and "failed" not in found.values()

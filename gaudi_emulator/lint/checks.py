@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gaudi_emulator import ops
 from gaudi_emulator.tensor import Args, HPUTensor, Kwargs
+from lantern_hpu.backends.base import dtype_name
 
 if TYPE_CHECKING:
     from gaudi_emulator.device import Device
@@ -109,11 +110,11 @@ def falls_back(device: Device, op: Op, args: Args, kwargs: Kwargs) -> str:
     packets, formats = UNREDUCED[device.release.name]
     by_dim = op.packet.startswith("arg") or len(args) > 1 or "dim" in kwargs
     if op.packet in packets and by_dim and first.dtype in formats:
-        hit("H042", f"{op.name} on {format_name(first.dtype)}")
-        return f"on {format_name(first.dtype)}"
+        hit("H042", f"{op.name} on {dtype_name(first.dtype)}")
+        return f"on {dtype_name(first.dtype)}"
     if op.packet in PRODUCTS and not first.is_floating_point() and not first.is_complex():
         hit("H043", op.name)
-        return f"on {format_name(first.dtype)}"
+        return f"on {dtype_name(first.dtype)}"
     check = FALLBACK_CHECKS.get(op.packet)
     if op.packet == "binary_cross_entropy_with_logits" and not isinstance(first, HPUTensor):
         check = None  # a compiled graph's
@@ -121,7 +122,7 @@ def falls_back(device: Device, op: Op, args: Args, kwargs: Kwargs) -> str:
         return "with these arguments"
     promoted = kwargs.get("dtype") or computed_in(op, given, first)
     taken = ops.takes(op, promoted, device.lazy, device.release)
-    return "" if taken else f"on {format_name(promoted)}"
+    return "" if taken else f"on {dtype_name(promoted)}"
 
 
 # By release: reductions, and the number formats that they do not take
@@ -129,10 +130,6 @@ UNREDUCED = {
     "1.19": (frozenset("argmax argmin max min".split()), (torch.bool,)),
     "1.24": (frozenset("argmax argmin".split()), (torch.bool, torch.int16)),
 }
-
-
-def format_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def computed_in(op: Op, given: dict[str, Any], first: Tensor) -> torch.dtype:
@@ -163,7 +160,6 @@ FALLBACK_CHECKS: dict[str, Callable[[dict[str, Any]], bool]] = {
 def dynamic(device: Device, op: Op, rule: str) -> None:
     """An operator whose result's shape depends on data: it reads the size back."""
     device.findings.hit(rule, op.name)
-    device.counts.dynamic[op.name] += 1
     device.wait("dynamic shape")
 
 
@@ -193,7 +189,7 @@ def foreign(device: Device, op: Op, value: Tensor) -> None:
 
 def known_format(dtype: torch.dtype) -> None:
     if dtype in REFUSED:
-        raise TypeError(f"{format_name(dtype)} is not supported on HPU")
+        raise TypeError(f"{dtype_name(dtype)} is not supported on HPU")
 
 
 def upload(device: Device, values: Tensor) -> None:
