@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from lantern_hpu.backends import card_of
-from lantern_hpu.errors import DeviceError, LanternError, needing
+from lantern_hpu.errors import Arg, DeviceError, LanternError, needing, words
 
 TRIES = 3  # of one piece whose worker dies, and as many new workers in place of each
 LOOK = 2.0  # seconds between two looks at the cluster while no worker answers
@@ -98,12 +98,12 @@ class Worker:
         module, _, name = opener.partition(":")
         self.draw: Callable[[list[int]], Any] = getattr(import_module(module), name)(*arguments)
 
-    def piece(self, numbers: list[int]) -> tuple[Any, str]:
-        """What came of one piece, and what is wrong if something is: errors of users stay readable."""
+    def piece(self, numbers: list[int]) -> Any:
+        """The result of one piece, or the error that a user can act on: Ray would wrap one that is raised."""
         try:
-            return self.draw(numbers) if numbers else None, ""
+            return self.draw(numbers) if numbers else None
         except LanternError as error:
-            return None, str(error)
+            return error
 
 
 def pieces(count: int, workers: int, slots: int) -> list[list[int]]:
@@ -133,7 +133,9 @@ def share_work(
     except (ray.exceptions.RayError, Lost) as error:
         why = str(error).strip().splitlines()[0]
         drawn = f"{team.finished} of {sum(map(len, work))} are done, and kept"
-        hint = "the same command, of `generate` with --resume, goes on with the others"
+        hint = words(
+            "the same command, of `generate` with", Arg("resume", True), ", draws the rest"
+        )
         raise DeviceError("workers cannot go on", f"{why}; {drawn}", hint) from error
     finally:
         team.dismiss()
@@ -171,7 +173,7 @@ class Team:
             answer = self.next_answer()
             worker, numbers = self.busy.pop(answer)
             try:
-                result, wrong = self.ray.get(answer)
+                result = self.ray.get(answer)
             except (self.ray.exceptions.RayActorError, self.ray.exceptions.NodeDiedError) as error:
                 if numbers:
                     waiting.append(numbers)
@@ -181,8 +183,8 @@ class Team:
                     raise Lost(f"a worker died again and again: {why}") from error
                 self.hire()
                 continue
-            if wrong:
-                raise LanternError(wrong)
+            if isinstance(result, LanternError):
+                raise result
             self.idle.append(worker)
             if numbers:
                 self.finished += len(numbers)

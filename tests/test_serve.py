@@ -1230,7 +1230,7 @@ def test_what_auto_chose_is_served_with_its_tree_and_each_setting_as_written(mod
         "scd": "scd:4",
         "ar": "root",
     }
-    with pytest.raises(OptionError, match="--methods has eagle twice"):
+    with pytest.raises(OptionError, match="methods has eagle twice"):
         trees("eagle@chain", "eagle@flat_4")
     with pytest.raises(OptionError, match="fits none of ar, scd"):
         trees("ar", "scd", tree="chain")

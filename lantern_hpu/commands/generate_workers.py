@@ -55,7 +55,7 @@ def open_job_worker(args: argparse.Namespace) -> Callable[[list[int]], int]:
     requests, again = job.requests(sampling, chosen.relaxation), set[int]()
 
     def draw_piece(numbers: list[int]) -> int:
-        """With `--force`, what was there before is drawn anew, but what this worker left is not."""
+        """With `--force`, what was there before is drawn again, but not what this worker has drawn."""
         here = [i for i in numbers if files[i].exists() and (not args.force or i in again)]
         kept = kept_images(pipeline, requests, chosen, files, here)
         left = [i for i in numbers if i not in kept]

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from lantern_hpu.backends import BYTES, DeviceOptions
 from lantern_hpu.commands.options import Parser, add_fields, from_args
+from lantern_hpu.commands.serve import names
 from lantern_hpu.decode.memory import fit_report
 from lantern_hpu.errors import exit_code
 from lantern_hpu.methods.setting import METHODS
@@ -26,7 +27,7 @@ from lantern_hpu.plan.requirements import (
     serve_report,
     setup_of,
 )
-from lantern_hpu.serve.options import DEFAULT, ServeOptions, names
+from lantern_hpu.serve.options import DEFAULT, ServeOptions
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Sequence
 
 from lantern_hpu import __version__
@@ -16,10 +17,10 @@ from lantern_hpu.backends import DeviceOptions, prepare
 from lantern_hpu.commands import options
 from lantern_hpu.commands.options import Parser, add_fields, from_args
 from lantern_hpu.console import nonblocking_stderr
-from lantern_hpu.errors import exit_code, require
+from lantern_hpu.errors import Arg, OptionError, exit_code, listed, require, words
 from lantern_hpu.methods.setting import FORM, METHODS
 from lantern_hpu.models.files.names import Given
-from lantern_hpu.serve.options import FILTERS, ServeOptions, names, picture_sizes
+from lantern_hpu.serve.options import FILTERS, ServeOptions
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -68,6 +69,23 @@ def serve_request(args: argparse.Namespace) -> ServeOptions:
         "api_key": key,
     }
     return from_args(ServeOptions, args, **made)
+
+
+def picture_sizes(text: str | None) -> tuple[tuple[int, int], ...]:
+    """Height and width of each of a comma-separated list of WIDTHxHEIGHT."""
+    result = []
+    for name in dict.fromkeys(names(text, "--sizes")):
+        read = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", name)
+        if read is None:
+            what = words(Arg("sizes"), f"has {name!r}")
+            raise OptionError(what, "width x height in pixels", "1024x768")
+        result.append((int(read[2]), int(read[1])))
+    return tuple(result)
+
+
+def names(text: str | None, option: str) -> tuple[str, ...]:
+    """A comma-separated option; nothing if it was not given."""
+    return () if text is None else tuple(listed(text, option))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

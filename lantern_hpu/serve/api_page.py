@@ -6,29 +6,17 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from html import escape
+from pathlib import Path
 from typing import Any
 
 Schema = Mapping[str, Any]
-HEAD = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>lantern_hpu: HTTP API</title><link rel="icon" href="data:,"><style>
-:root { color-scheme: light dark } body { font: 15px/1.45 system-ui, sans-serif; margin: auto }
-body { max-width: 62rem; padding: 1rem }
-h1 { font-size: 1.5rem; line-height: 1.2 } p { margin: .3rem 0 }
-h2 { font: 600 1.05rem ui-monospace, monospace; margin: 2rem 0 .3rem; overflow-wrap: anywhere }
-table { border-collapse: collapse; width: 100%; table-layout: fixed; margin-top: .5rem }
-td { padding: .3rem .8rem .3rem 0; vertical-align: top; overflow-wrap: anywhere }
-tr { border-top: 1px solid color-mix(in srgb, currentColor 15%, transparent) }
-td:nth-child(1), td:nth-child(2) { width: 14rem }
-@media (max-width: 40rem) {
-  tr { display: block; padding: .4rem 0 }
-  td { display: block; padding: 0; width: auto !important }
-}
-</style><h1>lantern_hpu: HTTP API</h1><p>The schema itself: <a href="openapi.json">openapi.json</a>."""
+HEAD = Path(__file__).parent / "api_page.html"
 
 
 def api_page(schema: Schema) -> str:
     """Each path with what it takes and answers, then the fields of each object."""
-    return HEAD + "".join([*paths(schema["paths"]), *objects(schema["components"]["schemas"])])
+    head = HEAD.read_text().rstrip()
+    return head + "".join([*paths(schema["paths"]), *objects(schema["components"]["schemas"])])
 
 
 def paths(found: Mapping[str, Mapping[str, Schema]]) -> Iterator[str]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from lantern_hpu import __version__
-from lantern_hpu.errors import needing
+from lantern_hpu.errors import Arg, as_option, needing
 from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.results.images import encode
 from lantern_hpu.serve import protocol
@@ -93,13 +93,11 @@ class Record:
 
     def asked(self, call: ParsedRequest) -> None:
         request = call.requests[0]
-        self.about |= {
-            "method": call.served.setting.method,
-            "n": len(call.requests),
-            "seed": request.seed,
-            "stream": call.stream,
-            "prompt_chars": len(request.prompt),
-        }
+        self.about["method"] = call.served.setting.method
+        self.about["n"] = len(call.requests)
+        self.about["seed"] = request.seed
+        self.about["stream"] = call.stream
+        self.about["prompt_chars"] = len(request.prompt)
 
     def answered(self, images: Sequence[Done]) -> None:
         self.status = 200
@@ -169,7 +167,8 @@ class Guard:
         host = ", ".join(headers.getlist("host"))
         if not known_host(host, scope["app"].state.options.allow_host):
             what = f"this server does not answer to the host {host[:100]!r}"
-            raise ApiError(403, f"{what}; allow it with --allow-host", None, "unknown_host")
+            hint = f"allow it with {as_option(Arg('allow_host'))}"
+            raise ApiError(403, f"{what}; {hint}", None, "unknown_host")
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if scope["method"] == "POST" and kind != "application/json":
             what = f"Content-Type is {kind[:60]!r}; send application/json"
@@ -333,10 +332,9 @@ async def models(decoder: TheDecoder) -> protocol.ModelList:
         for name, served in model.methods.items()
     }
     sizes = [f"{width}x{height}" for height, width in model.sizes]
-    card = protocol.ModelCard(
-        id=model.name, methods=methods, size=sizes[0], sizes=sizes, rows=model.rows
-    )
-    return protocol.ModelList(data=[card.model_copy(update={"id": n}) for n in model.names])
+    about: dict[str, Any] = {"methods": methods, "size": sizes[0], "sizes": sizes}
+    cards = [protocol.ModelCard(id=name, rows=model.rows, **about) for name in model.names]
+    return protocol.ModelList(data=cards)
 
 
 @keyed.get("/v1/models/{name:path}", responses=errors({404: "another model"}))
@@ -413,7 +411,8 @@ async def generate_images(
     await asyncio.to_thread(decoder.pipeline.model.condition.clean, asked.prompt)
     request.state.record.asked(call)
     if call.kinds == ("url",) and request.app.state.files is None:
-        raise protocol.refuse("response_format", "url", "b64_json with --replicas")
+        allowed = f"b64_json with {as_option(Arg('replicas'))}"
+        raise protocol.refuse("response_format", "url", allowed)
     handler = ImageRequestHandler(request, decoder, call)
     if not call.stream:
         return await handler.answer()
@@ -451,17 +450,18 @@ class ImageRequestHandler:
 
     async def answer(self) -> protocol.ImagesResponse | Response:
         """All images; where the client goes away first, they are given up."""
-        done, gone = map(asyncio.ensure_future, (self.all_done(), self.disconnected()))
+        done = asyncio.ensure_future(self.all_done())
+        gone = asyncio.ensure_future(self.disconnected())
         try:
             await asyncio.wait([done, gone], return_when=asyncio.FIRST_COMPLETED)
-            images = await done if done.done() else None
+            if not done.done():
+                self.record.status = CLOSED
+                return Response(status_code=CLOSED)
+            images = await done
         finally:
             gone.cancel()
             done.cancel()
             self.decoder.cancel(self.jobs)
-        if images is None:
-            self.record.status = CLOSED
-            return Response(status_code=CLOSED)
         self.record.answered(images)
         data = [await self.image_data(one) for one in images]
         return protocol.ImagesResponse(data=data, **self.payload, **self.used())
@@ -474,7 +474,7 @@ class ImageRequestHandler:
                 raise event
             if isinstance(event, Done):
                 done[index] = event
-        return [done[index] for index in range(len(self.jobs))]
+        return [done[index] for index in sorted(done)]
 
     async def disconnected(self) -> None:  # the body has been read
         while (await self.request.receive())["type"] != "http.disconnect":
@@ -492,7 +492,8 @@ class ImageRequestHandler:
 
     async def stream(self) -> AsyncIterator[str]:
         """Server-sent events; where the client goes away, the generator is closed and the image given up."""
-        self.record.status, index = CLOSED, 0
+        self.record.status = CLOSED
+        partials = 0
         try:
             while True:
                 _, event = await self.events.get()
@@ -501,34 +502,39 @@ class ImageRequestHandler:
                     yield f"event: error\ndata: {json.dumps(error)}\n\n"
                     self.record.failed(event)
                     return
-                picture = await asyncio.to_thread(picture_file, event, *self.call.output)
-                common = self.payload | {"created_at": self.payload["created"]}
-                common["b64_json"] = base64.b64encode(picture).decode()
-                shown: protocol.PartialImage | protocol.CompletedImage
-                if isinstance(event, Partial):
-                    rate = round((event.tokens - 1) / max(event.steps, 1), 4)
-                    metrics = protocol.PartialMetrics(steps=event.steps, tokens_per_step=rate)
-                    common |= {"partial_image_index": index, "rows": event.rows}
-                    shown = protocol.PartialImage(**common, metrics=metrics)
-                else:
-                    common["metrics"] = self.metrics(event)
-                    shown = protocol.CompletedImage(**common, **self.used())
+                shown = await self.shown(event, partials)
                 yield f"event: {shown.type}\ndata: {shown.model_dump_json()}\n\n"
-                index += 1
+                partials += 1
                 if isinstance(event, Done):
                     self.record.answered([event])
                     return
         finally:
             self.decoder.cancel(self.jobs)
 
+    async def shown(
+        self, event: Partial | Done, index: int
+    ) -> protocol.PartialImage | protocol.CompletedImage:
+        """An event of a stream; `index` counts them."""
+        picture = await asyncio.to_thread(picture_file, event, *self.call.output)
+        common = self.payload | {"created_at": self.payload["created"]}
+        common["b64_json"] = base64.b64encode(picture).decode()
+        if isinstance(event, Done):
+            metrics = self.metrics(event)
+            return protocol.CompletedImage(**common, **self.used(), metrics=metrics)
+        rate = round((event.tokens - 1) / max(event.steps, 1), 4)
+        common["metrics"] = protocol.PartialMetrics(steps=event.steps, tokens_per_step=rate)
+        return protocol.PartialImage(**common, partial_image_index=index, rows=event.rows)
+
     def used(self) -> dict[str, Any]:
         """Of `protocol.Settings`, and the tokens. The log counts warnings, as they quote the prompt."""
         pipeline, setting = self.decoder.pipeline, self.call.served.setting
         requests = self.call.requests
+        first, count = requests[0], len(requests)
         warnings = [*(note for _, note in pipeline.notes(requests)), *self.call.warnings]
-        self.record.about |= {"warnings": len(warnings)} if warnings else {}
+        if warnings:
+            self.record.about["warnings"] = len(warnings)
         config = self.call.need.sizes(pipeline.model.target.config)
-        read, drawn = (tokens * len(requests) for tokens in (config.prefix, config.tokens))
+        read, drawn = config.prefix * count, config.tokens * count
         usage = protocol.Usage(
             input_tokens=read,
             input_tokens_details=protocol.InputTokensDetails(text_tokens=read, image_tokens=0),
@@ -536,17 +542,18 @@ class ImageRequestHandler:
             total_tokens=read + drawn,
         )
         return {
-            "seed": requests[0].seed,
+            "seed": first.seed,
             "method": setting.method,
             "tree": setting.tree.name,
-            "relaxation": requests[0].relaxation.as_json(),
+            "relaxation": first.relaxation.as_json(),
             "warnings": warnings,
             "usage": usage,
-            **vars(requests[0].sampling),
+            **vars(first.sampling),
         }
 
     def metrics(self, done: Done) -> protocol.ImageMetrics:
-        record, drafts = done.drawn.record, METHODS[self.call.served.setting.method].drafts
+        record = done.drawn.record
+        drafts = METHODS[self.call.served.setting.method].drafts
         speculation = protocol.SpeculativeDecoding.of(record.steps, record.accepted_by_depth)
         return protocol.ImageMetrics(
             queue_s=round(done.queue, 4),

@@ -10,7 +10,7 @@ from typing import Any
 
 from lantern_hpu.core import Request, Sampling
 from lantern_hpu.decode.spec import Spec
-from lantern_hpu.errors import Arg, LanternError
+from lantern_hpu.errors import Arg, LanternError, as_option
 from lantern_hpu.fields import MAX_SEED, given_params, only
 from lantern_hpu.methods import relaxation as relaxations
 from lantern_hpu.methods.request import in_turn
@@ -144,27 +144,27 @@ def read_setting(given: Mapping[str, Any], setting: Resolved, menu: ServedModel)
 def check_graph(need: Spec, served: ServedMethod, given: Mapping[str, Any]) -> None:
     """Raise an ApiError where a request needs what the recorded step does not do."""
     has, method = served.spec, served.setting.method
-    lacking = has.first_missing(need)
+    with_greedy, with_top_k, with_top_p, with_gsd, with_tv, with_preset = (
+        f"where the server has {as_option(Arg('allow', name))}"
+        for name in ("greedy", "top_k", "top_p", "gsd", "tv", "PRESET")
+    )
+    most = has.neighbours - 1
+    no_k = f"no k with {method} on this server; some {with_preset}"
     allowed = {
         "guidance": ("cfg_scale", "1, this server draws without guidance"),
-        "use_greedy": ("temperature", "0.01 to 10; 0 where the server has --allow greedy"),
-        "max_top_k": (
-            "top_k",
-            f"0 (off) to {has.max_top_k}; more where the server has --allow top_k",
-        ),
-        "use_top_p": ("top_p", "1 (off); less where the server has --allow top_p"),
+        "use_greedy": ("temperature", f"0.01 to 10; 0 {with_greedy}"),
+        "max_top_k": ("top_k", f"0 (off) to {has.max_top_k}; more {with_top_k}"),
+        "use_top_p": ("top_p", f"1 (off); less {with_top_p}"),
         "neighbours": (
             "relax",
-            f"k of 0 to {has.neighbours - 1} with {method} on this server"
-            if has.neighbours > 1
-            else f"no k with {method} on this server; some where it has --allow PRESET",
+            f"k of 0 to {most} with {method} on this server" if most > 0 else no_k,
         ),
         "annealed": ("relax", f"no omega: {method} is served without weights of depth"),
-        "ranks": ("relax", f"ranks up to {has.ranks}; more where the server has --allow gsd"),
-        "blended": ("relax", "tv of 0; more where the server has --allow tv"),
+        "ranks": ("relax", f"ranks up to {has.ranks}; more {with_gsd}"),
+        "blended": ("relax", f"tv of 0; more {with_tv}"),
         "residual": ("relax", f"residual={has.residual}"),
     }
-    if lacking:
+    if lacking := has.first_missing(need):
         field, values = allowed[lacking]
         raise refuse(field, given.get(field), values)
 

@@ -202,7 +202,7 @@ class DecodeThread:
         """Admit the jobs that have room, and run the engine that has had the least time until its next host read."""
         self.heartbeat_at = time.monotonic()
         self.tasks.do_here()
-        with self.queue.changed:  # some may wait too long for a thread beside this one
+        with self.queue.changed:  # some may wait too long for another thread
             for job in [*self.queue.open_jobs]:
                 self.queue.is_answered(job)
         if self.has_room:

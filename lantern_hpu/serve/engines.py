@@ -143,11 +143,11 @@ def check_engines(pipeline: LanternPipeline, model: ServedModel, slots: int) -> 
 
 
 def keep_encoder(pipeline: LanternPipeline) -> None:
-    """Let a text encoder stay on the device, if that is left to us and there is room for it beside the engines."""
+    """Let a text encoder stay on the device, if that is left to us and there is room for it next to the engines."""
     text, engines = getattr(pipeline.model.condition, "text", None), pipeline.engines
     if isinstance(text, T5Conditioner) and text.keep == "auto" and engines.lacking_for_text() <= 0:
         text.keep = "device"
-        pipeline.fit.decided["text encoder"] = "device: there is room for it beside the engines"
+        pipeline.fit.decided["text encoder"] = "device: there is room for it next to the engines"
 
 
 def check_replay(pipeline: LanternPipeline, engine: Engine, request: Request) -> None:

@@ -17,7 +17,7 @@ TV = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1)
 STEP = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 ACCEPTED, OF_A_TOKEN = "Drafts that were accepted", "Total variation of a token, mean of an image"
 COST = "Total variation that relaxation cost, summed over the tokens of finished images"
-# By name: what it is, its labels beside `model_name`, and a histogram's buckets
+# By name: what it is, its labels besides `model_name`, and a histogram's buckets
 METRICS: dict[str, tuple[str, str, tuple[float, ...]]] = {
     "request_success": ("Images that were drawn", "method", ()),
     "request_failure": ("Requests without images", "status", ()),
@@ -57,7 +57,7 @@ class Metrics:
             self.known[name] = kind(f"lantern:{name}", about, names, registry=self.registry)
 
     def add(self, name: str, value: float, *labels: str) -> None:
-        """Count so many, or observe so many seconds."""
+        """Count a number, or observe a number of seconds."""
         metric = self.known[name].labels(self.model, *labels)
         metric.inc(value) if isinstance(metric, Counter) else metric.observe(value)
 

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 
 from lantern_hpu.backends import DeviceOptions
-from lantern_hpu.errors import OptionError, choices, listed, require
+from lantern_hpu.errors import Arg, OptionError, choices, require, words
 from lantern_hpu.fields import check_ranges, option
 from lantern_hpu.methods.relaxation import PRESETS
 from lantern_hpu.methods.setting import AUTO, Setting, with_short_forms
@@ -26,12 +26,11 @@ class ServeOptions:
     """How a server serves.
 
     Attributes:
-        methods: settings, by whose methods requests name them; the first is the default. Empty: `auto` and `ar`,
-            and `scd` where those are one.
-        allow: of `FILTERS`, beside what the model's sampling and a method's relaxation use.
+        methods: settings, by whose methods requests name them; the first is the default. Empty: `DEFAULT`.
+        allow: of `FILTERS`, besides what the model's sampling and a method's relaxation use.
         sizes: height and width of the pictures that requests may ask for, of a model that draws many; the first is the
             default. Empty: the model's own.
-        allow_host: names that the Host header of a request may have beside `localhost` and addresses; `*` is any.
+        allow_host: names that the Host header of a request may have besides `localhost` and addresses; `*` is any.
     """
 
     model: str = option("builtin", "model name, Hub id, folder or weights file")
@@ -42,7 +41,7 @@ class ServeOptions:
     device: DeviceOptions = field(default_factory=DeviceOptions)
     methods: tuple[str, ...] = ()
     tree: str | None = option(
-        None, "draft tree of methods that are listed without one; see generate --tree"
+        None, "draft tree of methods that are listed without one, as generate takes it"
     )
     allow: tuple[str, ...] = ()
     sizes: tuple[tuple[int, int], ...] = ()
@@ -69,28 +68,15 @@ class ServeOptions:
             Setting.parse(text)
         for name in self.allow:
             if name not in FILTERS:
-                raise OptionError(f"{name!r} cannot be allowed", "--allow", choices(FILTERS, name))
+                what = words(Arg("allow"), f"has {name!r}")
+                raise OptionError(what, hint=choices(FILTERS, name))
         check_ranges(self)
         require(self.timeout > 0, "timeout", self.timeout, "above 0 seconds")
         if self.api_key is not None and not re.fullmatch(r"[!-~]+", self.api_key):
             why = "a header carries printable ASCII without spaces alone"
-            raise OptionError("--api-key cannot be sent by clients", why, "letters and digits")
+            what = words(Arg("api_key"), "cannot be sent by clients")
+            raise OptionError(what, why, "letters and digits")
         if self.device.keep_text == "free":
             why = "prompts come as long as the server runs"
-            raise OptionError("--keep-text free cannot be served", why, "auto, host or device")
-
-
-def picture_sizes(text: str | None) -> tuple[tuple[int, int], ...]:
-    """Height and width of each of a comma-separated list of WIDTHxHEIGHT."""
-    result = []
-    for name in dict.fromkeys(names(text, "--sizes")):
-        read = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", name)
-        if read is None:
-            raise OptionError(f"--sizes has {name!r}", "width x height in pixels", "1024x768")
-        result.append((int(read[2]), int(read[1])))
-    return tuple(result)
-
-
-def names(text: str | None, option: str) -> tuple[str, ...]:
-    """A comma-separated option; nothing if it was not given."""
-    return () if text is None else tuple(listed(text, option.removeprefix("--")))
+            what = words(Arg("keep_text", "free"), "cannot be served")
+            raise OptionError(what, why, "auto, host or device")

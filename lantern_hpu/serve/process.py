@@ -18,7 +18,16 @@ from types import FrameType
 from typing import Any
 
 from lantern_hpu.backends import prepare
-from lantern_hpu.errors import DeviceError, LanternError, OptionError, needing
+from lantern_hpu.errors import (
+    Arg,
+    DeviceError,
+    LanternError,
+    OptionError,
+    as_option,
+    needing,
+    spelled,
+    words,
+)
 from lantern_hpu.methods.setting import lacks_drafter
 from lantern_hpu.models.files.load import Opened
 from lantern_hpu.models.model import of_size
@@ -53,7 +62,9 @@ def listen(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         result.close()
         why = getattr(error, "strerror", None) or str(error)
-        raise OptionError(f"cannot listen on {host}:{port}", why, "another --port") from error
+        raise OptionError(
+            f"cannot listen on {host}:{port}", why, words("another", Arg("port"))
+        ) from error
     return result
 
 
@@ -62,12 +73,12 @@ def check_served(options: ServeOptions, opened: Opened) -> None:
     opened.check_pictures()
     for setting in options.settings:
         if opened.config.drafter is None and setting.needs_drafter:
-            raise lacks_drafter(opened.name, f"--methods {setting}")
+            raise lacks_drafter(opened.name, words(Arg("methods", str(setting))))
     for size in options.sizes:
         try:
             of_size(opened.config.target, size, opened.name)
         except OptionError as error:
-            asked = f"--sizes {size[1]}x{size[0]} cannot be served"
+            asked = words(Arg("sizes", f"{size[1]}x{size[0]}"), "cannot be served")
             raise OptionError(asked, error.why, "leave it out") from error
 
 
@@ -189,8 +200,8 @@ class Server(uvicorn.Server):
 
 
 def say(text: str) -> None:
-    with suppress(OSError, ValueError):  # nobody may read it any more, or the disk be full
-        print(text, file=sys.stderr, flush=True)
+    with suppress(OSError, ValueError):  # the reader may be gone, or the disk full
+        print(spelled(text, as_option), file=sys.stderr, flush=True)
 
 
 def warn_if_open(host: str, key: str | None) -> None:
@@ -199,8 +210,9 @@ def warn_if_open(host: str, key: str | None) -> None:
     with suppress(ValueError):
         loopback = loopback or ipaddress.ip_address(host).is_loopback
     if key is None and not loopback:
-        why = f"--host {host} is open to other machines and there is no API key, so anyone can draw"
-        say(f"warning: {why}; set LANTERN_HPU_API_KEY, or leave --host out")
+        why = "is open to other machines and there is no API key, so anyone can draw"
+        hint = words("; set LANTERN_HPU_API_KEY, or leave", Arg("host"), "out")
+        say(words("warning:", Arg("host", host), why, hint))
 
 
 def serve(options: ServeOptions, host: str, port: int) -> int:
@@ -269,7 +281,7 @@ def load_replica(options: ServeOptions) -> DecodeThread:
 
 
 class Replica:
-    """What Ray asks beside HTTP."""
+    """What Ray asks besides HTTP."""
 
     def check_health(self) -> None:
         """Raise where the decode loop has ended, so that Ray starts another replica."""
@@ -322,7 +334,7 @@ def serve_replicas(options: ServeOptions, host: str, port: int, replicas: int) -
     offered = int(ray.cluster_resources().get(card, 0))
     if offered < replicas:
         what = f"{replicas} replicas need {replicas} {card}, the cluster has {offered}"
-        raise DeviceError(what, "each replica has one of its own", f"--replicas {offered}")
+        raise DeviceError(what, "each replica has one of its own", Arg("replicas", offered))
     serve.start(http_options={"host": host, "port": port})
     serve.run(deployment(options, replicas, share), name=NAME)
     say(f"http://{host}:{port} serves {options.model}: {replicas} replicas")

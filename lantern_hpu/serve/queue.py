@@ -5,7 +5,6 @@ Nothing here starts a thread or calls an engine.
 
 from __future__ import annotations
 
-import heapq
 import json
 import logging
 import secrets
@@ -109,11 +108,11 @@ class JobQueue:
         self.reading += len(jobs)
         self.open_jobs.update(jobs)
 
-    def text_is_done(self, jobs: Sequence[Job], ready: Sequence[Job]) -> None:
-        """Let those of a request wait for slots whose text could be encoded."""
+    def text_is_done(self, jobs: Sequence[Job]) -> None:
+        """Let those of a request wait for slots that are not answered."""
         with self.changed:
             self.reading -= len(jobs)
-            self.waiting.extend(ready)
+            self.waiting.extend(job for job in jobs if job in self.open_jobs)
             self.changed.notify()
 
     def wait_first(self, jobs: Sequence[Job]) -> None:
@@ -194,14 +193,10 @@ def average(before: float, now: float) -> float:
 
 
 def seconds_until_room(places: int, left: Sequence[float], each: float, slots: int) -> float:
-    """When so many waiting images have begun, if those in slots end after `left` and each takes `each` seconds."""
-    ends = [*left, *[0.0] * (slots - len(left))]
-    heapq.heapify(ends)
-    begun = 0.0
-    for _ in range(places):
-        begun = heapq.heappop(ends)
-        heapq.heappush(ends, begun + each)
-    return begun
+    """When `places` waiting images have begun, if those in slots end after `left`, and each takes `each` at most."""
+    ends = sorted([*left, *[0.0] * (slots - len(left))])
+    rounds, slot = divmod(places - 1, len(ends))
+    return ends[slot] + rounds * each
 
 
 def failed(job: Job, stage: str, error: Exception) -> ApiError:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from lantern_hpu.core import Request, Sampling
 from lantern_hpu.decode.spec import Spec
-from lantern_hpu.errors import OptionError
-from lantern_hpu.methods.relaxation import PRESETS
-from lantern_hpu.methods.setting import AUTO, METHODS, Resolved, Setting
+from lantern_hpu.errors import Arg, OptionError, words
+from lantern_hpu.methods.relaxation import PRESETS, Relaxation
+from lantern_hpu.methods.setting import AUTO, METHODS, Resolved
+from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.text.frames import takes_negative
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.serve.options import ServeOptions
@@ -53,31 +55,26 @@ def make_served_model(pipeline: LanternPipeline, options: ServeOptions) -> Serve
     """What this model can serve, with what the options allow."""
     model, config = pipeline.model, pipeline.model.target.config
     if model.vq is None and pipeline.diffusion is None:
-        raise OptionError(f"{model.name} cannot be served", "nothing decodes its tokens", "--vq")
+        what, why = f"{model.name} cannot be served", "nothing decodes its tokens"
+        raise OptionError(what, why, Arg("vq"))
     served: dict[str, ServedMethod] = {}
-    settings = options.settings
-    if not options.methods and pipeline.resolve(settings[0], options.slots).method == "ar":
-        settings = [*settings, Setting("scd")]  # requests can ask for speculation all the same
-    for asked in settings:
+    for asked in options.settings:
         setting = pipeline.resolve(asked, options.slots)
         if setting.method in served:
             if asked.method == AUTO or not options.methods:
                 continue  # `auto` may be one that is named as well
-            why = "requests choose by the name of the method"
-            raise OptionError(f"--methods has {setting.method} twice", why, "one setting of each")
-        requests = warm_up_requests(pipeline, setting, options)
-        specs = [
-            pipeline.spec([replace(r, size=s) for r in requests], setting.tree, options.slots)
-            for s in options.sizes or (None,)
-        ]
-        prefixes = (*config.prefixes, config.prefix) if config.prefixes else (None,)
-        shapes = tuple((spec.grid, prefix) for spec in specs for prefix in prefixes)
-        names = tuple(name for name in PRESETS if serves(pipeline, setting, specs[0], name))
-        served[setting.method] = ServedMethod(setting, specs[0], shapes, names)
+            what = words(Arg("methods"), f"has {setting.method} twice")
+            raise OptionError(what, "a request names the method alone", "one setting of each")
+        served[setting.method] = serve_method(pipeline, setting, options)
     for name in PRESETS.keys() & set(options.allow):
         if not any(METHODS[method].takes_relaxation(PRESETS[name]) for method in served):
-            why = f"none of {', '.join(served)} takes it"
-            raise OptionError(f"{name} cannot be allowed", why, "--methods scd,ar")
+            what, why = f"{name} cannot be allowed", f"none of {', '.join(served)} takes it"
+            raise OptionError(what, why, Arg("methods", "scd,ar"))
+
+    @lru_cache(256)
+    def spec_of(sampling: Sampling, rule: Relaxation, tree: Tree, sized: TransformerConfig) -> Spec:
+        request = Request("any", 0, sampling, rule)
+        return Spec.of([request], tree, 1, sized, model.listed_neighbours)
 
     return ServedModel(
         names=options.served_model_name or (model.name,),
@@ -89,34 +86,41 @@ def make_served_model(pipeline: LanternPipeline, options: ServeOptions) -> Serve
         codes=model.codes,
         sampling=replace(model.sampling, top_k=min(model.sampling.top_k, config.vocab_size)),
         methods=served,
-        spec_of=lambda request, tree: pipeline.spec([request], tree, 1),
+        spec_of=lambda asked, tree: spec_of(
+            asked.sampling, asked.relaxation, tree, model.sizes([asked])
+        ),
     )
 
 
-def serves(pipeline: LanternPipeline, setting: Resolved, spec: Spec, name: str) -> bool:
-    """Whether a recorded step does what a published relaxation needs."""
-    rule = PRESETS[name].fit(pipeline.model.codes)
-    if setting.commit or not METHODS[setting.method].takes_relaxation(rule):
-        return False
-    request = Request("any", 0, pipeline.model.sampling, rule)
-    return not spec.first_missing(pipeline.spec([request], setting.tree, 1))
-
-
-def warm_up_requests(
+def serve_method(
     pipeline: LanternPipeline, setting: Resolved, options: ServeOptions
-) -> list[Request]:
-    """Requests that between them need all that a step is to do."""
-    usual = pipeline.model.sampling
-    kinds = [usual]
-    if "greedy" in options.allow:
-        kinds.append(replace(usual, temperature=0.0))
-    if "top_k" in options.allow:
-        kinds.append(replace(usual, top_k=pipeline.model.target.config.vocab_size - 1))
-    if "top_p" in options.allow:
-        kinds.append(replace(usual, top_p=0.9))
-    method = METHODS[setting.method]
-    presets = [PRESETS[name] for name in options.allow if name in PRESETS]
-    codes = pipeline.model.codes
-    lent = [rule.fit(codes) for rule in presets if method.takes_relaxation(rule)]
-    result = [Request("any", 0, kind, setting.relaxation) for kind in kinds]
-    return result + [Request("any", 0, usual, relaxation) for relaxation in lent]
+) -> ServedMethod:
+    """A setting whose step does all that the options allow."""
+    model, config = pipeline.model, pipeline.model.target.config
+    usual = model.sampling
+    rules = {
+        name: preset.fit(model.codes)
+        for name, preset in PRESETS.items()
+        if METHODS[setting.method].takes_relaxation(preset)
+    }
+    filters = {
+        "greedy": replace(usual, temperature=0.0),
+        "top_k": replace(usual, top_k=config.vocab_size - 1),
+        "top_p": replace(usual, top_p=0.9),
+    }
+    allowed = [filters[name] for name in options.allow if name in filters]
+    requests = [Request("any", 0, each, setting.relaxation) for each in (usual, *allowed)]
+    requests += [Request("any", 0, usual, rules[name]) for name in options.allow if name in rules]
+    specs = [
+        pipeline.spec([replace(r, size=size) for r in requests], setting.tree, options.slots)
+        for size in options.sizes or (None,)
+    ]
+    prefixes = (*config.prefixes, config.prefix) if config.prefixes else (None,)
+    shapes = tuple((spec.grid, prefix) for spec in specs for prefix in prefixes)
+
+    def served(rule: Relaxation) -> bool:
+        need = pipeline.spec([Request("any", 0, usual, rule)], setting.tree, 1)
+        return not specs[0].first_missing(need)
+
+    relaxations = () if setting.commit else tuple(n for n, rule in rules.items() if served(rule))
+    return ServedMethod(setting, specs[0], shapes, relaxations)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -31,8 +31,8 @@ MakeContext = Callable[[], AbstractContextManager[object]]
 class TaskQueue:
     """Does tasks one after the other, in the order in which they come.
 
-    Where the device runs them at the same time as the steps, each in a thread that ends with it; else the decode thread
-    does one between two steps (`do_here`): threads of two kinds on the same cores slow both down.
+    Where the device overlaps them with the steps, in a thread that ends when there are no more; else the decode thread
+    does one between two steps (`do_here`), since two threads on the same cores slow each other down.
 
     Attributes:
         tasks: those to do; the first may be under way. began: when it did, by the monotonic clock.
@@ -56,7 +56,9 @@ class TaskQueue:
         """
         with self.changed:
             if not self.tasks and self.make_context is not None:
-                self.start()
+                thread = threading.Thread(target=self.run, name=self.name, daemon=True)
+                thread.start()
+                self.thread = thread
             self.tasks.append(task)
             self.changed.notify()
 
@@ -70,17 +72,10 @@ class TaskQueue:
         if self.waits_here:
             self.do_first(nullcontext())
 
-    def start(self) -> None:
-        thread = threading.Thread(target=self.run, name=self.name, daemon=True)
-        thread.start()
-        self.thread = thread
-
     def run(self) -> None:
         assert self.make_context is not None
         while self.do_first(self.make_context()):
-            with self.changed, suppress(RuntimeError):  # without a further thread this one goes on
-                self.start()
-                return
+            pass
 
     def do_first(self, context: AbstractContextManager[object]) -> bool:
         """Do a task. -> whether another waits"""
@@ -135,34 +130,35 @@ class ImageTasks:
 
     def read(self, jobs: Sequence[Job]) -> None:
         """Encode the prompts of a request. Its images then wait for slots; those whose prompt fails are answered."""
-        ready = [job for job in jobs if not self.queue.is_answered(job) and self.read_text(job)]
-        self.queue.text_is_done(jobs, ready)
+        for job in jobs:
+            if not self.queue.is_answered(job):
+                with self.answering(job, "text"):
+                    began = time.monotonic()
+                    self.pipeline.model.condition.prepare([job.request.prompt])
+                    job.text = time.monotonic() - began
+        self.queue.text_is_done(jobs)
 
-    def read_text(self, job: Job) -> bool:
-        """Whether a job's prompt could be read; else it is answered."""
-        began = time.monotonic()
+    @contextmanager
+    def answering(self, job: Job, stage: str) -> Iterator[None]:
+        """An error within is what the job is answered."""
         try:
             with self.pipeline.backend.errors():
-                self.pipeline.model.condition.prepare([job.request.prompt])
-            job.text = time.monotonic() - began
-            return True
-        except OptionError as error:  # it means nothing to this model
-            answer = translated(error)
-            answer.param = "prompt"
-            self.queue.answer(job, answer)
+                yield
         except Exception as error:
-            self.queue.answer(job, failed(job, "text", error))
-        return False
+            if stage == "text" and isinstance(error, OptionError):  # it means nothing to this model
+                event = translated(error)
+                event.param = "prompt"
+            else:
+                event = failed(job, stage, error)
+            self.queue.answer(job, event)
 
     def paint(self, job: Job, record: ImageRecord) -> None:
         """Make the pixels of an image, and answer its job."""
         if self.queue.is_answered(job):
             return
         began = time.monotonic()
-        try:
-            with self.pipeline.backend.errors():
-                described = self.described[job.method]
-                drawn = self.pipeline.drawn(record, described, self.environment)
+        with self.answering(job, "pixels"):
+            drawn = self.pipeline.drawn(record, self.described[job.method], self.environment)
             now = time.monotonic()
             self.pixels_s = average(self.pixels_s, now - began)
             done = Done(
@@ -178,18 +174,13 @@ class ImageTasks:
             for stage in ("text", "prefill", "decode", "pixels"):
                 self.metrics.add(f"request_{stage}_time_seconds", getattr(done, stage))
             self.queue.answer(job, done)
-        except Exception as error:
-            self.queue.answer(job, failed(job, "pixels", error))
 
     def paint_partly(self, job: Job, tokens: NDArray[np.int64], known: int, steps: int) -> None:
         """Send the rows known so far of tokens [1, N]. Where that fails, the image leaves its slot."""
         if self.queue.is_answered(job):
             return
         model = self.pipeline.model
-        try:
-            with self.pipeline.backend.errors():
-                (picture,) = preview(model, self.pipeline.backend, tokens, [known])
+        with self.answering(job, "preview"):
+            (picture,) = preview(model, self.pipeline.backend, tokens, [known])
             rows = known // model.target.config.columns
             job.send(Partial(picture, rows, known, steps))
-        except Exception as error:
-            self.queue.answer(job, failed(job, "preview", error))
