@@ -32,7 +32,7 @@ from lantern_hpu.errors import LanternError, OptionError, WeightsError
 from lantern_hpu.methods.setting import Setting
 from lantern_hpu.models import model as codebook
 from lantern_hpu.models.families import family_of, llamagen
-from lantern_hpu.models.families.base import LLAMA, check_keys
+from lantern_hpu.models.families.base import LLAMA, Files, check_keys
 from lantern_hpu.models.files import load
 from lantern_hpu.models.files.checkpoint import Checkpoint, open_checkpoint, settings_beside
 from lantern_hpu.models.files.load import open_model
@@ -604,7 +604,7 @@ def test_of_two_tokenizers_the_one_of_the_targets_kind_is_taken(
     assert find_parts(str(folder)).vq == folder / "vq_ds16_t2i.pt"
     (folder / "vq_ds16_t2i.pt").rename(folder / "vq_other.pt")
     (folder / "vq_ds16_c2i.pt").rename(folder / "vq_mine.pt")
-    with pytest.raises(WeightsError, match=r"(?s)vq_mine.pt, vq_other.pt.*--vq"):
+    with pytest.raises(WeightsError, match=r"(?s)vq_mine.pt, vq_other.pt.*vq"):
         find_parts(str(folder))
 
 
@@ -767,7 +767,7 @@ def test_all_missing_parts_are_listed_at_once(public: Path, tmp_path: Path) -> N
     shutil.copy(file, tmp_path / file.name)
     with pytest.raises(WeightsError) as caught:
         opened(tmp_path, file.name)
-    for word in ("--vq", "vq_ds16", "--text-encoder", "google/flan-t5-xl"):
+    for word in ("by vq;", "vq_ds16", "by text_encoder;", "google/flan-t5-xl"):
         assert word in str(caught.value)
 
 
@@ -829,7 +829,7 @@ def test_unknown_size_and_family_say_what_to_do(public: Path, tmp_path: Path) ->
     vq = public / CLASS / "vq_ds16_c2i.pt"
     state = {n: t for n, t in open_state(tmp_path / "mine.pt").items() if "freqs_cis" not in n}
     torch.save({"model": state}, tmp_path / "mine.pt")
-    with pytest.raises(WeightsError, match="--image-size 256 or 384 or 512"):
+    with pytest.raises(WeightsError, match="image_size=256 or 384 or 512"):
         opened(tmp_path, "mine.pt", vq=vq)
     torch.save(content, tmp_path / "other.pt")
     with pytest.raises(WeightsError, match="unknown model family"):
@@ -952,7 +952,11 @@ def test_every_key_of_config_json_is_read_or_refused(
         monkeypatch.setattr(load, "settings_beside", lambda _: about)
         return open_model(parts).config.target
 
-    usual, section, keys = network(about), NETWORKS[name], family_of(stored, about, parts).keys
+    usual, section, keys = (
+        network(about),
+        NETWORKS[name],
+        family_of(Files(stored, about, parts)).all_keys,
+    )
     there = flat(about)
     names = [n for n in there if n.startswith(section and f"{section}.")]
     inert = INERT | INERT_THERE.get(name, set())

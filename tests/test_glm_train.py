@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lantern_hpu.commands.train import main
-from lantern_hpu.models.families import glm_image
+from lantern_hpu.models.families.glm_image import GLM_IMAGE
 from lantern_hpu.pipeline import LanternPipeline
 
 pytest.importorskip("transformers.models.glm_image")
@@ -23,9 +23,8 @@ def test_a_drafter_is_trained_and_drafts(
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("\n".join(f"{a} {b}" for a in ("red", "blue", "old") for b in "abcd"))
     with monkeypatch.context() as patch:  # pictures of a few codes behind the preview
-        patch.setattr(glm_image, "GRID", (2, 3))
-        patch.setattr(glm_image, "PREFIX", 64)
-        patch.setattr(glm_image, "PREFIXES", ())
+        for name, value in {"grid": (2, 3), "prefix": 64, "prefixes": ()}.items():
+            patch.setitem(GLM_IMAGE.sizes, name, value)
         options = "--steps 6 --samples 8 --batch 4 --measure-every 3 --measured 2 --lr 0.01"
         where = ["--model", folder, "--data", str(prompts), "--output", str(tmp_path / "drafter")]
         device = ["--device", "cpu", "--dtype", "float32"]

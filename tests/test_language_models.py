@@ -33,7 +33,7 @@ from lantern_hpu.decode.sampler import sampling_params
 from lantern_hpu.errors import OptionError, WeightsError
 from lantern_hpu.methods.setting import Setting
 from lantern_hpu.models.config import DrafterConfig
-from lantern_hpu.models.families import chameleon
+from lantern_hpu.models.families.chameleon import CHAMELEON
 from lantern_hpu.models.files.checkpoint import shapes_only
 from lantern_hpu.models.files.load import make_condition, open_model
 from lantern_hpu.models.files.names import Given
@@ -741,7 +741,7 @@ def test_greedy_pictures_are_those_of_transformers(
     public: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Words in, tokens out, of prompts of unequal lengths in one batch, by the native decoder and by the plain one."""
-    monkeypatch.setattr(chameleon, "GRID", (8, 8))
+    monkeypatch.setitem(CHAMELEON.sizes, "grid", (8, 8))
     folder = public / (ANOLE if name == SWIN else name)
     if name == SWIN:
         folder = with_settings(folder, tmp_path / "swin", swin_norm=True)

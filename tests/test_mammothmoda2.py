@@ -20,7 +20,7 @@ from lantern_hpu.commands import convert, generate, pixels, serve
 from lantern_hpu.commands.train import main as train
 from lantern_hpu.core import Request, Sampling
 from lantern_hpu.errors import OptionError
-from lantern_hpu.models.families import mammothmoda2
+from lantern_hpu.models.families.mammothmoda2 import MAMMOTHMODA2
 from lantern_hpu.models.files.checkpoint import Stored, open_checkpoint
 from lantern_hpu.models.text.tokens import TokenConditioner
 from lantern_hpu.pipeline import LanternPipeline
@@ -248,7 +248,7 @@ def test_a_drafter_is_trained_and_drafts(
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("\n".join(f"{a} {b}" for a in ("red", "blue", "old") for b in "abcd"))
     with monkeypatch.context() as patch:
-        patch.setattr(mammothmoda2, "GRID", GRID)
+        patch.setitem(MAMMOTHMODA2.sizes, "grid", GRID)
         options = "--steps 6 --samples 8 --batch 4 --measure-every 3 --measured 2 --lr 0.01"
         where = ["--data", str(prompts), "--output", str(tmp_path / "drafter")]
         device = ["--model", str(public / NAME), "--device", "cpu", "--dtype", "float32"]

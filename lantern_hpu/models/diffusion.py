@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from lantern_hpu.errors import OptionError, WeightsError, needing
+from lantern_hpu.errors import Arg, OptionError, WeightsError, needing, words
 from lantern_hpu.models.config import TransformerConfig
 
 FIRST, LAST = (0, 41), (0, 42)  # releases of diffusers whose pipeline takes ready codes as here
@@ -40,7 +40,7 @@ def check_diffusers(version: str | None = None) -> None:
         return
     known = f"{FIRST[0]}.{FIRST[1]} to {LAST[0]}.{LAST[1]}"
     why = f"{known} are known to take codes as they are given here"
-    hint = 'pip install "lantern-hpu[glm]", or --save-tokens FILE.npz'
+    hint = words('pip install "lantern-hpu[glm]", or', Arg("save_tokens", "FILE.npz"))
     raise OptionError(f"diffusers {version} is refused", why, hint)
 
 
@@ -109,5 +109,5 @@ def check_diffusion_folder(folder: Path) -> None:
     """Raise a WeightsError unless all parts of a pipeline that make pixels have a folder."""
     missing = [name for name in PARTS if not (folder / name).is_dir()]
     if missing:
-        hint = "download it again, or --save-tokens FILE.npz"
+        hint = words("download it again, or", Arg("save_tokens", "FILE.npz"))
         raise WeightsError(f"folders are missing in {folder}", ", ".join(missing), hint)

@@ -77,7 +77,7 @@ class ImageModel:
     """The parts that turn prompts into images."""
 
     name: str
-    source: str  # what `--model` takes to find it again
+    source: str  # what `model` takes to find it again
     config: ModelConfig
     files: dict[str, str]  # digest of each part: which weights these are
     fingerprint: str  # which target this is: a drafter belongs to one
@@ -142,7 +142,8 @@ class ImageModel:
         if self.code_vectors_alone is not None:  # used at length 1
             return F.normalize(self.code_vectors_alone.float(), dim=-1)
         if self.vq is None:
-            why, hint = "there is no VQ tokenizer", "--vq, --neighbours, or an exact method"
+            hint = words(Arg("vq"), ",", Arg("neighbours"), ", or an exact method")
+            why = "there is no VQ tokenizer"
             raise WeightsError("which codes are neighbours is not known", why, hint)
         return self.vq.quantize.embedding.weight
 
@@ -334,7 +335,8 @@ def read_table(path: Path, k: int | None, codes: int, rows: Sequence[int] | None
         raise WeightsError(foreign, why)
     if k is not None and table.shape[1] < k:
         why = f"{path} lists {table.shape[1]}"
-        raise OptionError(f"{k} neighbours were asked for", why, f"--relax k={table.shape[1] - 1}")
+        hint = Arg("relax", f"k={table.shape[1] - 1}")
+        raise OptionError(f"{k} neighbours were asked for", why, hint)
     columns = table[:, :k]
     blocks = [columns[start : start + BLOCK] for start in range(0, codes, BLOCK)]
     wanted = (columns if rows is None else columns[list(rows)]).astype(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lantern_hpu.console import Console
+from lantern_hpu.errors import Arg, shell
 from lantern_hpu.files import write_file
 from lantern_hpu.models.config import ModelConfig
 from lantern_hpu.zoo.registry import find_model_by_name
@@ -37,7 +38,7 @@ of each file. A text encoder is not included.
 USAGE = """
 ```bash
 pip install "lantern-hpu[models]"
-lantern-hpu generate {options} {prompt} {result}
+{command} {result}
 ```
 
 """
@@ -76,10 +77,12 @@ class Subject:
         )
         return str(data.to_yaml())
 
-    def card(self, text: str, options: str, end: str, *tags: str) -> str:
+    def card(self, text: str, options: Sequence[Arg], end: str, *tags: str) -> str:
         """A text of what it is, the command that draws with it by these options, and what was measured."""
         height, width = self.config.image_size
-        classes = self.config.condition.kind == "classes"
+        prompt = Arg("prompt", "a red apple")
+        if self.config.condition.kind == "classes":
+            prompt = Arg("class_label", "goldfish")
         body = (text + USAGE).format(
             model=self.model,
             tokens=self.config.target.tokens,
@@ -87,16 +90,15 @@ class Subject:
             drafts="with" if self.config.drafter else "without",
             width=width,
             height=height,
-            options=options,
+            command=shell("generate", *options, prompt),
             result=self.config.result,
-            prompt="--class-label goldfish" if classes else '--prompt "a red apple"',
         )
         return f"---\n{self.metadata(tags)}\n---\n\n{body}{end}\n"
 
 
 def drafter_card(subject: Subject, folder: str, report: Mapping[str, Any]) -> str:
     """The card of a trained drafter, with what its training measured."""
-    options = f"--model {subject.model} --drafter {folder} --method eagle"
+    options = Arg("model", subject.model), Arg("drafter", folder), Arg("method", "eagle")
     rows = []
     for method in (name for name in MEASURED if name in report):
         depths = ", ".join(f"{share:.2f}" for share in report[method]["by_depth"])
@@ -106,7 +108,7 @@ def drafter_card(subject: Subject, folder: str, report: Mapping[str, Any]) -> st
 
 def folder_card(subject: Subject, folder: str) -> str:
     end = "Speed and quality were not measured when this folder was written."
-    return subject.card(FOLDER, f"--model {folder}", end)
+    return subject.card(FOLDER, [Arg("model", folder)], end)
 
 
 def write_card(folder: Path, make: Any, *what: Any) -> None:

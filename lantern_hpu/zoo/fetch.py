@@ -1,7 +1,7 @@
 """Fetching the files of known models from the Hugging Face Hub.
 
-A file gets its name when it is whole: huggingface_hub writes to `*.incomplete` and renames. With `--to` files are
-checked before they are moved into place; in the cache a mark says that a file is still to be checked. So what an
+A file gets its name when it is whole: huggingface_hub writes to `*.incomplete` and renames. In a user's folder files
+are checked before they are moved into place; in the cache a mark says that a file is still to be checked. So what an
 interrupted run leaves is never taken for a model, and the next run fetches only what is missing. Halves are resumed by
 the versions of huggingface_hub that keep them; those of the others (2.4) are deleted once the file is whole.
 """
@@ -22,12 +22,15 @@ from textwrap import wrap
 from types import ModuleType
 
 from lantern_hpu.errors import (
+    Arg,
     LanternError,
     OptionError,
     OutputError,
     WeightsError,
     choices,
     needing,
+    shell,
+    words,
 )
 from lantern_hpu.files import amount, clear_temporary, is_plain_path, sha256, write_file
 from lantern_hpu.results.tables import WIDTH, aligned
@@ -40,7 +43,7 @@ FULL = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}  # the second is n
 # Errors and packages by which the network is at fault, or was switched off (HF_HUB_OFFLINE)
 UNREACHABLE = {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectionError", "TimeoutError"}
 NETWORK = {"httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3"}
-LARGER = "--to a folder on a larger disk, or set HF_HOME to one"
+LARGER = words(Arg("to"), "a folder on a larger disk, or set HF_HOME to one")
 
 
 @dataclass(frozen=True)
@@ -64,9 +67,10 @@ def choose_parts(entry: KnownModel, only: str | None, drafting: bool) -> list[Pa
         what = f"{entry.name} has no part {', '.join(unknown)}"
         raise OptionError(what, hint=choices(entry.parts))
     if not roles:
-        raise OptionError("--only names no part", hint=choices(entry.parts))
+        raise OptionError(words(Arg("only"), "names no part"), hint=choices(entry.parts))
     if "drafter" in roles and not drafting:
-        raise OptionError("--only drafter and --without-drafter contradict each other")
+        both = Arg("only", "drafter"), "and", Arg("without_drafter", True)
+        raise OptionError(words(*both, "contradict each other"))
     return [part for role, part in entry.parts.items() if role in roles]
 
 
@@ -207,10 +211,9 @@ def explain_download(
     if getattr(error, "errno", None) in FULL or "No space left on device" in str(error):
         return OutputError(f"the disk is full at {where}", "no space left", LARGER)
     if kinds & UNREACHABLE or type(error).__module__.split(".")[0] in NETWORK:
-        hint = (
-            f"with a network elsewhere: lantern-hpu download {entry.handle} --to FOLDER; "
-            "copy FOLDER here and give it as --model"
-        )
+        elsewhere = shell("download", entry.handle, Arg("to", "FOLDER"))
+        copied = "; copy FOLDER here and give it as"
+        hint = words("with a network elsewhere:", elsewhere, copied, Arg("model"))
         return WeightsError("the Hugging Face Hub cannot be reached", text, hint)
     if "HfHubHTTPError" in kinds:
         return WeightsError(f"the Hub refused {repo}", text, "try again later")

@@ -1,6 +1,6 @@
 """From a model's name to the files of its parts. Needs no torch and no network: huggingface_hub looks into its cache.
 
-`--model` takes a name of the list of known models, a Hub id, a folder of our own (`model.json`), a folder with
+`model` takes a name of the list of known models, a Hub id, a folder of our own (`model.json`), a folder with
 published checkpoints, or one weights file. Parts beside the target are found by their usual names; each can be
 given by an option.
 """
@@ -14,12 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lantern_hpu.errors import WeightsError, choices
+from lantern_hpu.errors import Arg, WeightsError, as_option, choices, joined, shell, words
 from lantern_hpu.files import amount, reading
 from lantern_hpu.models.files.names import (
+    ARGUMENTS,
     BUILTIN,
     CONFIG,
-    OPTIONS,
     Given,
     Parts,
     given_path,
@@ -30,7 +30,7 @@ from lantern_hpu.models.files.names import (
 from lantern_hpu.zoo import registry
 from lantern_hpu.zoo.registry import FOLDER, KnownModel, Part, entries
 
-LABEL = "lantern.json"  # in a folder that `lantern-hpu download --to` filled
+LABEL = "lantern.json"  # in a folder that `download` filled
 UNCHECKED = ".lantern-unchecked"  # beside a repository's files in the cache: see `unchecked`
 # Names of parts in a folder; the first that is there is taken
 BESIDE = {
@@ -114,7 +114,7 @@ def unchecked(repo: str) -> set[str]:
 
 
 def of_folder(folder: Path) -> KnownModel | None:
-    """The model that `lantern-hpu download --to` put into a folder, or None."""
+    """The model that `download` put into a folder, or None."""
     file = folder / LABEL
     if not file.is_file():
         return None
@@ -154,10 +154,12 @@ def require_parts(
         for p in lacking
     )
     where = f"in {folder}" if folder else "on this machine"
-    hint = f"lantern-hpu download {entry.handle}" + (f" --to {folder}" if folder else "")
+    to = [Arg("to", folder)] if folder else []
+    hint = shell("download", entry.handle, *to)
     if "drafter" in located.absent:
         less = amount(entry.parts["drafter"].bytes)
-        hint += f"; --without-drafter saves {less} and is enough for ar and for windows"
+        fewer = as_option(Arg("without_drafter", True))
+        hint += f"; {fewer} saves {less} and is enough for ar and for windows"
     raise WeightsError(f"{entry.handle} is not all {where}", "missing: " + said, hint)
 
 
@@ -168,24 +170,28 @@ def briefly(files: tuple[str, ...]) -> str:
 
 def draw_command(entry: KnownModel, folder: Path | None = None) -> str:
     classes = entry.family == "llamagen-c2i"
-    what = "--class-label goldfish" if classes else '--prompt "a red apple"'
-    saved = "" if "--output" in entry.config.result else f" {entry.config.result}"
-    return f"python -m lantern_hpu.generate --model {folder or entry.handle} {what}{saved}"
+    what = Arg("class_label", "goldfish") if classes else Arg("prompt", "a red apple")
+    model = Arg("model", folder or entry.handle)
+    result = entry.config.result
+    made = [] if "output" in result else [result]
+    return joined(["python -m lantern_hpu.generate", model, what, *made], as_option)
 
 
 def find_parts(model: str, given: Given = Given(), spared: tuple[str, ...] = ()) -> Parts:
     """The parts of a model, those in `given` in place of its own; those in `spared` may be missing."""
     given_paths = given.paths()
     absent = [
-        f"{OPTIONS[name]} {path}" for name, path in given_paths.items() if not os.path.exists(path)
+        Arg(ARGUMENTS[name], str(path))
+        for name, path in given_paths.items()
+        if not os.path.exists(path)
     ]
     if absent:
-        raise WeightsError("no such file or folder", ", ".join(absent), "check the path")
+        raise WeightsError("no such file or folder", words(*absent), "check the path")
     result, wanted = parts_of(model, tuple(given_paths), spared), given.image_size
     size = result.image_size
     if wanted is not None and size not in (None, wanted):
         why = f"{model} draws {size} x {size} pixels"
-        raise WeightsError(f"--image-size is {wanted}", why, "leave it out")
+        raise WeightsError(words(Arg("image_size"), f"is {wanted}"), why, "leave it out")
     result = replace(in_pipeline(result), image_size=wanted or size, spared=spared)
     return replace(result, **given_paths)  # type: ignore[arg-type]
 
@@ -258,7 +264,7 @@ def target_in(folder: Path) -> Path | None:
     files = [*{tuple(series_of(file)) or file: file for file in left}.values()]  # one of a series
     if len(files) > 1:
         names = ", ".join(file.name for file in files)
-        raise WeightsError(f"{folder} holds several models", names, f"--model {files[0]}")
+        raise WeightsError(f"{folder} holds several models", names, Arg("model", str(files[0])))
     return files[0] if files else None
 
 
@@ -276,7 +282,8 @@ def beside(folder: Path, target: Path, given: Collection[str]) -> dict[str, Any]
         if len(paths) > 1:  # vq_ds16_t2i.pt beside vq_ds16_c2i.pt: a target's name says which it is
             paths = [p for p in paths if condition_kind(p) == condition_kind(target)] or paths
         if len(paths) > 1:
-            why, hint = ", ".join(path.name for path in paths), f"{OPTIONS[part]} with one of them"
+            why = ", ".join(path.name for path in paths)
+            hint = words(Arg(ARGUMENTS[part]), "with one of them")
             raise WeightsError(f"{folder} holds several parts of one kind", why, hint)
         if paths:
             result[part] = paths[0]

@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from lantern_hpu.errors import WeightsError
-from lantern_hpu.models.families import (
-    chameleon,
-    emu3,
-    glm_image,
-    janus,
-    llamagen,
-    lumina,
-    mammothmoda2,
-    simplear,
-)
-from lantern_hpu.models.families.base import Family
-from lantern_hpu.models.files.checkpoint import Checkpoint, some_names
-from lantern_hpu.models.files.names import Parts
+from lantern_hpu.errors import WeightsError, shell
+from lantern_hpu.models.families import llamagen
+from lantern_hpu.models.families.base import Family, Files
+from lantern_hpu.models.families.chameleon import CHAMELEON
+from lantern_hpu.models.families.emu3 import EMU3
+from lantern_hpu.models.families.glm_image import GLM_IMAGE
+from lantern_hpu.models.families.janus import JANUS
+from lantern_hpu.models.families.lumina import LUMINA, LUMINA2
+from lantern_hpu.models.families.mammothmoda2 import MAMMOTHMODA2
+from lantern_hpu.models.families.simplear import SIMPLEAR
+from lantern_hpu.models.files.checkpoint import some_names
 
 # In this order: Lumina-mGPT has Chameleon's tensors
-FAMILIES: dict[str, Family] = {
-    "lumina": lumina.FAMILY,
-    "lumina-2.0": lumina.FAMILY_2,
-    "chameleon": chameleon.FAMILY,
-    "emu3": emu3.FAMILY,
-    "glm-image": glm_image.FAMILY,
-    "janus": janus.FAMILY,
-    "simplear": simplear.FAMILY,
-    "mammothmoda2": mammothmoda2.FAMILY,
-    "llamagen": llamagen.FAMILY,
-}
-
-
+FAMILIES: tuple[Family, ...] = (
+    *(LUMINA, LUMINA2, CHAMELEON, EMU3, GLM_IMAGE, JANUS, SIMPLEAR, MAMMOTHMODA2),
+    *(llamagen.CLASS, llamagen.TEXT),
+)
 # Models that do not load, by the rows of their tables
 RELATIVES = {
     151936: "Qwen2.5 or Qwen3",
@@ -41,16 +27,16 @@ RELATIVES = {
 }
 
 
-def family_of(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> Family:
-    for family in FAMILIES.values():
-        if family.recognises(checkpoint, about, parts):
+def family_of(files: Files) -> Family:
+    for family in FAMILIES:
+        if family.matches(files):
             return family
-    why = f"it holds {some_names(sorted(checkpoint.shapes))}"
-    tables = [s for n, s in checkpoint.shapes.items() if n.endswith("embed_tokens.weight") and s]
+    shapes = files.checkpoint.shapes
+    why = f"it holds {some_names(sorted(shapes))}"
+    tables = [s for n, s in shapes.items() if n.endswith("embed_tokens.weight") and s]
     like = [RELATIVES[shape[0]] for shape in tables if shape[0] in RELATIVES]
     why += f", as {like[0]} does" if like else ""
-    why += f"; config.json says {kind}" if (kind := about.get("model_type")) else ""
-    why += f"; known are {', '.join(FAMILIES)}"
-    raise WeightsError(
-        f"{checkpoint.path} is of an unknown model family", why, "lantern-hpu models"
-    )
+    why += f"; config.json says {kind}" if (kind := files.hf_config.get("model_type")) else ""
+    why += f"; known are {', '.join(family.name for family in FAMILIES)}"
+    what = f"{files.checkpoint.path} is of an unknown model family"
+    raise WeightsError(what, why, shell("models"))

@@ -11,103 +11,90 @@ from __future__ import annotations
 from typing import Any
 
 from lantern_hpu.core import Sampling
-from lantern_hpu.errors import WeightsError
-from lantern_hpu.models.config import ConditionConfig, TransformerConfig
+from lantern_hpu.errors import Arg, WeightsError, words
+from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.families.base import (
     COMPUTED,
+    HEAD,
     LLAMA,
     Family,
-    Published,
+    Files,
+    head_norms,
     llama_config,
     llama_recipe,
+    unknown_format,
 )
-from lantern_hpu.models.files.checkpoint import Checkpoint, Recipe, head_norms
-from lantern_hpu.models.files.names import Parts
-from lantern_hpu.models.text.frames import FIRST_IMAGE_TOKEN, AnoleFrame, TokenOrder
+from lantern_hpu.models.files.checkpoint import Source
+from lantern_hpu.models.text.frames import FIRST_IMAGE_TOKEN
 
-GRID = (32, 32)
-TOKENS = 65536  # rows of the table; relatives with another one have tokenizers of their own
-EMBED, FIRST = "model.embed_tokens.weight", "model.layers.0.self_attn."
-SAMPLING = {"chameleon": Sampling(3.0, 1.0, 2000, 1.0)}
-KEYS = {**LLAMA, "swin_norm": (False, True)}
-# Where the stock model has an encoder of pictures alone, which is not read
-INNER_VQ = "model.vqmodel."
-IGNORED = (INNER_VQ, COMPUTED, "vocabulary_mapping")
+NORM = "model.layers.0.self_attn.q_norm.weight"
 
 
-def is_chameleon(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> bool:
-    rows = checkpoint.shapes.get(EMBED, (0,))[0]
-    return rows == TOKENS and len(checkpoint.shapes.get(FIRST + "q_norm.weight", ())) == 2
+def norm_shape(files: Files) -> tuple[int, ...]:
+    """Rows and features of the first query norm."""
+    return files.checkpoint.shapes[NORM]
 
 
-def head_count(checkpoint: Checkpoint, about: dict[str, Any]) -> int:
+def head_count(files: Files) -> int:
     """Heads of a layer: by config.json, or by the width of a head's norm."""
-    dim, size = checkpoint.shapes[EMBED][1], norm_shape(checkpoint)[1]
-    heads = int(about.get("num_attention_heads") or dim // size)
+    dim = files.checkpoint.shapes["model.embed_tokens.weight"][1]
+    size = norm_shape(files)[1]
+    heads = int(files.hf_config.get("num_attention_heads") or dim // size)
     if heads * size != dim:
         why = f"{heads} heads, norms of {size} features, width {dim}"
-        raise WeightsError(f"{checkpoint.path} is of an unknown format", why)
+        unknown_format(files.checkpoint, why)
     return heads
 
 
-def norm_shape(checkpoint: Checkpoint) -> tuple[int, ...]:
-    """Rows and features of the first query norm."""
-    return checkpoint.shapes[FIRST + "q_norm.weight"]
-
-
-def chameleon_config(
-    checkpoint: Checkpoint, about: dict[str, Any], **sizes: Any
-) -> TransformerConfig:
-    """Sizes of its network; `sizes` are those that its relatives have in a way of their own."""
+def chameleon_config(family: Family, files: Files, **own: Any) -> TransformerConfig:
+    """Sizes of its network; `own` are those that its relatives read in their own way."""
+    hf_config = files.hf_config
+    codes = int((hf_config.get("vq_config") or {}).get("num_embeddings", 8192))
     usual: dict[str, Any] = {
-        "vocab_size": int((about.get("vq_config") or {}).get("num_embeddings", 8192)),
-        "grid": GRID,
-        "norm_eps": 1e-5,
-        "rope_base": 10000.0,
+        "vocab_size": codes + family.row_ends,
+        "heads": head_count(files),
         "qk_norm": True,
-        "sandwich_norms": bool(about.get("swin_norm")),
-        "input_norms": not about.get("swin_norm"),
+        "sandwich_norms": bool(hf_config.get("swin_norm")),
+        "input_norms": not hf_config.get("swin_norm"),
     }
-    said = about | {"num_attention_heads": head_count(checkpoint, about)}
-    return llama_config(checkpoint, said, "model.", 1, **usual | sizes)
+    return llama_config(family, files, **usual | own)
 
 
-def check_draws(checkpoint: Checkpoint, about: dict[str, Any], config: TransformerConfig) -> None:
-    """Raise a WeightsError for base Chameleon, whose head was not published for image tokens."""
-    first = FIRST_IMAGE_TOKEN
-    if "lm_head.weight" not in checkpoint:
-        return  # an error names it with whatever else is missing
-    head = checkpoint.read("lm_head.weight")[first : first + config.vocab_size : 64]
-    if about.get("mask_image_logits") or not bool(head.float().abs().sum() > 0):
-        why = "this is base Chameleon, which reads images and does not draw them"
-        raise WeightsError(f"{checkpoint.path} cannot draw", why, "Anole: --model anole-7b")
+def anole_config(family: Family, files: Files) -> TransformerConfig:
+    """Raises a WeightsError for base Chameleon, whose head was not published for image tokens."""
+    config = chameleon_config(family, files)
+    if HEAD in files.checkpoint:  # else an error names it with whatever else is missing
+        first = FIRST_IMAGE_TOKEN
+        head = files.checkpoint.read(HEAD)[first : first + config.vocab_size : 64]
+        if files.hf_config.get("mask_image_logits") or not bool(head.float().abs().sum() > 0):
+            why = "this is base Chameleon, which reads images and does not draw them"
+            hint = words("Anole:", Arg("model", "anole-7b"))
+            raise WeightsError(f"{files.checkpoint.path} cannot draw", why, hint)
+    return config
 
 
-def chameleon_recipe(
-    checkpoint: Checkpoint, config: TransformerConfig, order: TokenOrder
-) -> Recipe:
-    recipe = llama_recipe(config, "model.", order)
+def chameleon_recipe(family: Family, files: Files, config: TransformerConfig) -> dict[str, Source]:
+    recipe = llama_recipe(family, files, config)
     for i in range(config.layers):
-        goal, old = f"target.layers.{i}.", f"model.layers.{i}."
-        recipe |= head_norms(goal, old, checkpoint, config.heads, config.kv)
+        ours = f"target.layers.{i}."
+        recipe |= head_norms(ours, f"model.layers.{i}.", files.checkpoint, config)
         if not config.input_norms:  # by the same names, behind attention and SwiGLU
             for part in ("attention", "ffn"):
-                recipe[f"{goal}{part}_post_norm.weight"] = recipe.pop(f"{goal}{part}_norm.weight")
+                recipe[f"{ours}{part}_post_norm.weight"] = recipe.pop(f"{ours}{part}_norm.weight")
     return recipe
 
 
-def read_chameleon(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> Published:
-    config = chameleon_config(checkpoint, about, top_p_first=True)
-    check_draws(checkpoint, about, config)
-    recipe = chameleon_recipe(checkpoint, config, AnoleFrame.order)
-    tokenizer = tokenizer_of(checkpoint)
-    return Published("chameleon", config, ConditionConfig("tokens"), checkpoint, recipe, tokenizer)
-
-
-def tokenizer_of(checkpoint: Checkpoint) -> Checkpoint | None:
-    """The image tokenizer in the model's own file, if it is there with its decoder."""
-    inside = checkpoint.under(INNER_VQ)
-    return inside if "decoder.conv_in.weight" in inside else None
-
-
-FAMILY = Family(is_chameleon, read_chameleon, SAMPLING, IGNORED, keys=KEYS)
+CHAMELEON = Family(
+    "chameleon",
+    Sampling(3.0, 1.0, 2000, 1.0),
+    marker="q_norm.weight",
+    rows=65536,  # relatives with another table have tokenizers of their own
+    also=lambda files: len(norm_shape(files)) == 2,
+    frame="anole",
+    ignored=(COMPUTED, "vocabulary_mapping"),
+    tokenizer="model.vqmodel.",  # of the stock model an encoder alone, which is not read
+    keys={**LLAMA, "swin_norm": (False, True)},
+    sizes={"grid": (32, 32), "top_p_first": True},
+    config=anole_config,
+    recipe=chameleon_recipe,
+)

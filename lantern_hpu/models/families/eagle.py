@@ -13,18 +13,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from lantern_hpu.errors import WeightsError
+from lantern_hpu.errors import Arg, WeightsError, shell, words
 from lantern_hpu.files import reading, reported_as, sha256
 from lantern_hpu.models.config import DrafterConfig, TransformerConfig
-from lantern_hpu.models.families.base import LLAMA, check_keys
+from lantern_hpu.models.families.base import LLAMA, check_keys, head_norms, llama_block
 from lantern_hpu.models.files.checkpoint import (
     Checkpoint,
+    Source,
     Stored,
-    head_norms,
-    llama_block,
     open_checkpoint,
     settings_beside,
-    take,
 )
 from lantern_hpu.models.files.names import DRAFTER, DRAFTER_WEIGHTS
 from lantern_hpu.models.model import ImageModel
@@ -58,7 +56,7 @@ class TrainedDrafter:
         """Read its weights, in the file's dtype if None is given. -> their digest"""
         if self.fingerprint != model.fingerprint:
             why = f"it was trained for another target than {model.name}"
-            raise WeightsError(f"the drafter in {self.path} does not fit", why, "--model")
+            raise WeightsError(f"the drafter in {self.path} does not fit", why, Arg("model"))
         file = self.path / DRAFTER_WEIGHTS
         stored = Stored(open_checkpoint(file), digest=sha256(file))
         return stored.fill(drafter, dtype, model.target.device)
@@ -88,19 +86,20 @@ class PublishedDrafter:
         order = frame.order if sizes.embed_rows else None
         table = order.stretches(sizes.embed_rows or 0) if order else None
         recipe = {
-            "embed.weight": take("embed_tokens.weight", rows=table),
-            "fc.weight": take("fc.weight"),
-            "fc.bias": take("fc.bias"),
-            **llama_block("block.", "layers.0.", self.config.input_norm),
+            "embed.weight": Source.of("embed_tokens.weight", rows=table),
+            "fc.weight": Source.of("fc.weight"),
+            "fc.bias": Source.of("fc.bias"),
+            **llama_block("block.", "layers.0."),
         }
+        if not self.config.input_norm:
+            del recipe["block.attention_norm.weight"]
         if sizes.qk_norm:
-            heads = sizes.heads, sizes.kv
-            recipe |= head_norms("block.", "layers.0.", self.checkpoint, *heads)
+            recipe |= head_norms("block.", "layers.0.", self.checkpoint, sizes)
         checkpoint = self.checkpoint
         if "embed_tokens.weight" not in checkpoint:  # speculators leaves out what is the target's
             own = model.target.embed(torch.arange(len(drafter.embed.weight)))
             checkpoint = checkpoint.beside("embed_tokens.weight", own)
-            recipe["embed.weight"] = take("embed_tokens.weight")
+            recipe["embed.weight"] = Source.of("embed_tokens.weight")
         digest = Stored(checkpoint, recipe, BUFFERS).fill(drafter, dtype, model.target.device)
         if not self.about.get("trusted"):
             check_family(drafter, model.target, self.path)
@@ -150,7 +149,8 @@ def eagle_config(
     if target.sandwich_norms:
         what = f"the drafter {checkpoint.path} cannot be used"
         why = "its target has norms behind attention and SwiGLU, which no published drafter has"
-        raise WeightsError(what, why, "--method scd, or a drafter of `lantern-hpu train drafter`")
+        hint = words(Arg("method", "scd"), f", or a drafter of `{shell('train drafter')}`")
+        raise WeightsError(what, why, hint)
     what = f"the drafter {checkpoint.path} is for another target"
     mine, theirs = checkpoint.shapes.get("fc.weight"), (target.dim, 2 * target.dim)
     if mine != theirs:

@@ -9,95 +9,71 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Any
 
 from lantern_hpu.core import Sampling
-from lantern_hpu.errors import WeightsError
-from lantern_hpu.models.config import ConditionConfig
-from lantern_hpu.models.families import chameleon
-from lantern_hpu.models.families.base import Family, Published, called
-from lantern_hpu.models.files.checkpoint import Checkpoint
-from lantern_hpu.models.files.names import CODE_PIXELS, Parts
+from lantern_hpu.models.config import TransformerConfig
+from lantern_hpu.models.families.base import (
+    Family,
+    Files,
+    agreed_size,
+    check_trained,
+    square,
+)
+from lantern_hpu.models.families.chameleon import (
+    CHAMELEON,
+    chameleon_config,
+    head_count,
+    norm_shape,
+)
+from lantern_hpu.models.files.names import CODE_PIXELS
 from lantern_hpu.models.text.frames import Lumina2Frame, LuminaFrame
 
-SAMPLING = {"lumina": Sampling(3.0, 1.0, 2000, 1.0)}
 SIZES = (512, 768, 1024)  # the published models; one draws its own
-# Of 2.0: rows of the table, codes, and codes of a side as it was trained
-TOKENS_2, CODES_2, SIDE_2 = 171385, 16384, 96
-SAMPLING_2 = {"lumina2": Sampling(4.0, 1.0, 4096, 1.0)}
 
 
-def is_lumina(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> bool:
-    if not chameleon.is_chameleon(checkpoint, about, parts):
+def is_lumina(files: Files) -> bool:
+    if len(norm_shape(files)) != 2:
         return False
-    shared = chameleon.norm_shape(checkpoint)[0] < chameleon.head_count(checkpoint, about)
-    return shared or "z_loss_weight" in about or "lumina-mgpt" in called(about, parts)
+    shared = norm_shape(files)[0] < head_count(files)
+    return shared or "z_loss_weight" in files.hf_config or "lumina-mgpt" in files.known_as
 
 
-def image_size(about: dict[str, Any], parts: Parts) -> int:
-    """Pixels of a side, from what was asked for or the model's name."""
-    named = {int(size) for size in re.findall(r"[-_](512|768|1024)\b", called(about, parts))}
-    known = named | ({parts.image_size} if parts.image_size else set())
-    hint = "--image-size " + " or ".join(map(str, SIZES))
-    if len(known) > 1:
-        why = " and ".join(f"{size} pixels" for size in sorted(known))
-        raise WeightsError(f"the image size of {parts.target} is contradictory", why, hint)
-    if not known:
-        why = "neither its name nor its config.json says it"
-        raise WeightsError(f"the image size of {parts.target} is unknown", why, hint)
-    size = known.pop()
-    if size not in SIZES:
-        why = "Lumina-mGPT was published for " + ", ".join(map(str, SIZES))
-        raise WeightsError(f"no Lumina-mGPT draws {size} pixels", why, hint)
-    return size
+def lumina_config(family: Family, files: Files) -> TransformerConfig:
+    named = re.findall(r"[-_](512|768|1024)\b", files.known_as)
+    known = {f"-{size} in its name": int(size) for size in named}
+    if files.parts.image_size:
+        known["what was asked for or is known of it"] = files.parts.image_size
+    size = agreed_size(files, known, SIZES)
+    check_trained(size, "Lumina-mGPT", SIZES)
+    return chameleon_config(family, files, grid=square(size))
 
 
-def read_lumina(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> Published:
-    side = image_size(about, parts) // CODE_PIXELS
-    plain = chameleon.chameleon_config(checkpoint, about)
-    config = replace(
-        plain,
-        vocab_size=plain.vocab_size + 1,
-        grid=(side, side),
-        row_ends=True,
-        code_pixels=CODE_PIXELS,
-        grid_step=LuminaFrame.PATCH // CODE_PIXELS,
+def lumina2_config(family: Family, files: Files) -> TransformerConfig:
+    positions = int(files.hf_config.get("max_position_embeddings", 0)) or None
+    return chameleon_config(
+        family, files, vocab_size=Lumina2Frame.order.drawn, max_positions=positions
     )
-    condition = ConditionConfig("tokens", frame="lumina")
-    recipe = chameleon.chameleon_recipe(checkpoint, config, LuminaFrame.order)
-    tokenizer = chameleon.tokenizer_of(checkpoint)
-    return Published("lumina", config, condition, checkpoint, recipe, tokenizer)
 
 
-FAMILY = Family(is_lumina, read_lumina, SAMPLING, chameleon.IGNORED, keys=chameleon.KEYS)
-
-
-def is_lumina2(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> bool:
-    rows = checkpoint.shapes.get(chameleon.EMBED, (0,))[0]
-    return rows == TOKENS_2 and chameleon.FIRST + "q_norm.weight" in checkpoint
-
-
-def read_lumina2(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> Published:
-    config = chameleon.chameleon_config(
-        checkpoint,
-        about,
-        vocab_size=CODES_2 + 1,
-        grid=(SIDE_2, SIDE_2),
-        row_ends=True,
-        code_pixels=Lumina2Frame.PIXELS,
-        grid_step=Lumina2Frame.PATCH // Lumina2Frame.PIXELS,
-        max_positions=int(about.get("max_position_embeddings", 0)) or None,
-    )
-    condition = ConditionConfig("tokens", frame="lumina2")
-    recipe = chameleon.chameleon_recipe(checkpoint, config, Lumina2Frame.order)
-    return Published("lumina2", config, condition, checkpoint, recipe)
-
-
-FAMILY_2 = Family(
-    is_lumina2,
-    read_lumina2,
-    SAMPLING_2,
-    chameleon.IGNORED,
-    code_pixels=Lumina2Frame.PIXELS,
-    keys=chameleon.KEYS,
+LUMINA = replace(
+    CHAMELEON,
+    name="lumina",
+    also=is_lumina,
+    frame="lumina",
+    sizes={"code_pixels": CODE_PIXELS, "grid_step": LuminaFrame.PATCH // CODE_PIXELS},
+    config=lumina_config,
+)
+LUMINA2 = replace(
+    CHAMELEON,
+    name="lumina2",
+    sampling=Sampling(4.0, 1.0, 4096, 1.0),
+    rows=171385,
+    also=lambda _: True,
+    frame="lumina2",
+    sizes={
+        "grid": (96, 96),  # as it was trained
+        "code_pixels": Lumina2Frame.PIXELS,
+        "grid_step": Lumina2Frame.PATCH // Lumina2Frame.PIXELS,
+    },
+    config=lumina2_config,
 )

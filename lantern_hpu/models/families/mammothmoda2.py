@@ -10,128 +10,92 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Any
 
 from lantern_hpu.core import Sampling
-from lantern_hpu.files import reading
-from lantern_hpu.models.config import ConditionConfig, TransformerConfig
+from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.families.base import (
     COMPUTED,
     QWEN2,
     Family,
-    Published,
+    Files,
     check_known,
     llama_config,
     llama_recipe,
-    within,
 )
-from lantern_hpu.models.families.glm_image import generation_sampling
-from lantern_hpu.models.files.checkpoint import Checkpoint, Recipe, folder_of, take
-from lantern_hpu.models.files.names import Parts
+from lantern_hpu.models.files.checkpoint import Source
 from lantern_hpu.models.text.frames import MammothModa2Frame
 
 KIND = "mammothmoda2_qwen2_5_vl"  # of `llm_config`; the later model on Qwen3-VL has the same names
-WORDS, IMAGE_TOKENS, CODES = 152064, 32800, 16384
-PIXELS = 32  # along a code, as the authors draw 1024 x 1024 from 32 x 32 codes
-GRID = (32, 32)  # where no size is asked for
-GUIDANCE = 6.0  # of the authors' published command
-SAMPLING = {"mammothmoda2": Sampling(GUIDANCE, 1.0, 2048, 1.0)}
-GENERATION = "t2i_generation_config.json"
+WORDS, IMAGE_TOKENS = 152064, 32800
 MODEL = "llm_model.model.language_model."
-TABLES = (MODEL + "embed_tokens.weight", MODEL + "gen_embed_tokens.weight")
-# What reads pictures, what makes them, and the head of words
-IGNORED = (
-    *("llm_model.model.visual.", "llm_model.lm_head.", COMPUTED),
-    *("gen_transformer.", "gen_vae.", "gen_image_condition_refiner."),
-)
+TABLES = (f"{MODEL}embed_tokens.weight", f"{MODEL}gen_embed_tokens.weight")
 
 
-def is_mammothmoda2(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> bool:
-    return TABLES[1] in checkpoint
-
-
-def mammothmoda2_config(checkpoint: Checkpoint, about: dict[str, Any]) -> TransformerConfig:
-    llm = about["llm_config"]
-    text = llm.get("text_config", llm)
-    layers, heads = int(text["num_hidden_layers"]), int(text["num_attention_heads"])
-    said = str(text.get("moe_type", "ffn"))
-    moe = re.fullmatch(rf"ffn(?:-(\d+):{layers})?", said)
-    words = checkpoint.shapes.get(TABLES[0], (0, 0))
+def mammothmoda2_config(family: Family, files: Files) -> TransformerConfig:
+    """Words and drawn tokens have one position on all three axes of its rotary embedding."""
+    text = family.section(files.hf_config)
+    layers = int(text["num_hidden_layers"])
+    moe_type = str(text.get("moe_type", "ffn"))
+    moe = re.fullmatch(rf"ffn(?:-(\d+):{layers})?", moe_type)
+    words, images = (files.checkpoint.shapes.get(name, (0,))[0] for name in TABLES)
+    kind = files.hf_config["llm_config"].get("model_type")
     check_known(
-        checkpoint,
-        ("llm_config.model_type", llm.get("model_type"), KIND),
-        ("the table of words", words[0], WORDS),
-        ("the table of image tokens", checkpoint.shapes[TABLES[1]][0], IMAGE_TOKENS),
+        files.checkpoint,
+        ("llm_config.model_type", kind, KIND),
+        ("the table of words", words, WORDS),
+        ("the table of image tokens", images, IMAGE_TOKENS),
         ("text_config.gen_vocab_start_index", text.get("gen_vocab_start_index") or WORDS, WORDS),
-        ("text_config.moe_type", said, said if moe else f"ffn-N:{layers}"),
+        ("text_config.moe_type", moe_type, moe_type if moe else f"ffn-N:{layers}"),
     )
     assert moe is not None
-    # Words and drawn tokens have one position on all three axes of its rotary embedding
-    return llama_config(
-        checkpoint,
-        text,
-        MODEL,
-        words[1] // heads,
-        vocab_size=CODES + 1,
-        grid=GRID,
-        norm_eps=1e-6,
-        rope_base=1e6,
-        embed_rows=WORDS + IMAGE_TOKENS,
-        row_ends=True,
-        qkv_bias=True,
-        code_pixels=PIXELS,
-        word_layers=layers - int(moe[1] or 0),
-        word_rows=WORDS,
-    )
+    return llama_config(family, files, word_layers=layers - int(moe[1] or 0))
 
 
-def mammothmoda2_recipe(config: TransformerConfig) -> Recipe:
-    order = MammothModa2Frame.order
-    head = tuple((start - WORDS, end - WORDS) for start, end in order.first)
-    recipe = llama_recipe(config, MODEL, order, tables=TABLES)
-    recipe["target.head.weight"] = take("llm_model.gen_head.weight", rows=head)
+def mammothmoda2_recipe(
+    family: Family, files: Files, config: TransformerConfig
+) -> dict[str, Source]:
+    recipe = llama_recipe(family, files, config)
+    recipe["target.embed.weight"] = replace(recipe["target.embed.weight"], names=TABLES)
+    drawn = tuple((start - WORDS, end - WORDS) for start, end in MammothModa2Frame.order.first)
+    recipe["target.head.weight"] = Source.of("llm_model.gen_head.weight", rows=drawn)
     for i in range(config.layers - config.word_layers, config.layers):
         for part in ("gate_up", "down"):
             name = f"target.layers.{i}.ffn.{part}.weight"
             word = recipe[name]
             recipe[name.replace(".ffn.", ".word_ffn.")] = word
-            recipe[name] = take(*(name.replace(".mlp.", ".gen_mlp.") for name in word.names))
+            recipe[name] = Source.of(*(name.replace(".mlp.", ".gen_mlp.") for name in word.names))
     return recipe
 
 
-def read_mammothmoda2(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> Published:
-    config = mammothmoda2_config(checkpoint, about)
-    return Published(
-        "mammothmoda2",
-        config,
-        ConditionConfig("tokens", frame="mammothmoda2"),
-        replace(checkpoint, note=checkpoint.note or penalty_note(parts)),
-        mammothmoda2_recipe(config),
-        sampling=generation_sampling(parts.target, GENERATION, GUIDANCE),
-        states=True,
-    )
-
-
-def penalty_note(parts: Parts) -> str:
-    """What of the authors' sampling is not done here."""
-    file = folder_of(parts.target) / GENERATION
-    if not file.is_file():
-        return ""
-    with reading(file, "download it again") as said:
-        penalty = float(said.get("repetition_penalty") or 1.0)
-    return "" if penalty == 1 else f"{GENERATION} has a repetition penalty, which is not applied"
-
-
-# All of its axes have one position, so that "mrope" is the usual rotation
-KEYS = QWEN2 | {
-    "rope_scaling.type": ("default", "mrope"),
-    "rope_scaling.rope_type": ("default", "mrope"),
-}
-FAMILY = Family(
-    is_mammothmoda2,
-    read_mammothmoda2,
-    SAMPLING,
-    IGNORED,
-    code_pixels=PIXELS,
-    keys={**within("llm_config", KEYS), **within("llm_config.text_config", KEYS)},
+MAMMOTHMODA2 = Family(
+    "mammothmoda2",
+    Sampling(6.0, 1.0, 2048, 1.0),  # guidance of the authors' published command
+    marker=TABLES[1],
+    frame="mammothmoda2",
+    model=MODEL,
+    # What reads pictures, what makes them, and the head of words
+    ignored=(
+        *("llm_model.model.visual.", "llm_model.lm_head.", COMPUTED),
+        *("gen_transformer.", "gen_vae.", "gen_image_condition_refiner."),
+    ),
+    sections=("llm_config.text_config", "llm_config"),
+    # All of its axes have one position, so that "mrope" is the usual rotation
+    keys=QWEN2
+    | {
+        "rope_scaling.type": ("default", "mrope"),
+        "rope_scaling.rope_type": ("default", "mrope"),
+    },
+    sizes={
+        "norm_eps": 1e-6,
+        "rope_base": 1e6,
+        "grid": (32, 32),  # where no size is asked for
+        "embed_rows": WORDS + IMAGE_TOKENS,
+        "qkv_bias": True,
+        "code_pixels": 32,  # as the authors draw 1024 x 1024 from 32 x 32 codes
+        "word_rows": WORDS,
+    },
+    config=mammothmoda2_config,
+    recipe=mammothmoda2_recipe,
+    generation="t2i_generation_config.json",
+    states=True,
 )

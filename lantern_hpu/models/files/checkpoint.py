@@ -291,44 +291,12 @@ class Source:
     names: tuple[str, ...]
     rows: tuple[tuple[int, int], ...] | None = None
 
+    @classmethod
+    def of(cls, *names: str, rows: tuple[tuple[int, int], ...] | None = None) -> Source:
+        return cls(names, rows)
+
 
 Recipe = Mapping[str, Source]
-
-
-def take(*names: str, **how: Any) -> Source:
-    return Source(names, **how)
-
-
-def llama_block(
-    goal: str, old: str, input_norm: bool = True, bias: bool = False
-) -> dict[str, Source]:
-    """One layer of ours from one by transformers' names; `q`, `k`, `v` are one matrix here, as are gate and up."""
-    attention, mlp = f"{old}self_attn.", f"{old}mlp."
-    recipe = {
-        f"{goal}attention.qkv.weight": take(*(f"{attention}{p}_proj.weight" for p in "qkv")),
-        f"{goal}attention.out.weight": take(f"{attention}o_proj.weight"),
-        f"{goal}ffn_norm.weight": take(f"{old}post_attention_layernorm.weight"),
-        f"{goal}ffn.gate_up.weight": take(f"{mlp}gate_proj.weight", f"{mlp}up_proj.weight"),
-        f"{goal}ffn.down.weight": take(f"{mlp}down_proj.weight"),
-    }
-    if input_norm:
-        recipe[f"{goal}attention_norm.weight"] = take(f"{old}input_layernorm.weight")
-    if bias:
-        recipe[f"{goal}attention.qkv.bias"] = take(*(f"{attention}{p}_proj.bias" for p in "qkv"))
-    return recipe
-
-
-def head_norms(goal: str, old: str, checkpoint: Checkpoint, heads: int, kv: int) -> Recipe:
-    """A layer's query and key norms, a row a head; of fewer stored rows each serves as many consecutive heads."""
-    recipe = {}
-    for part, count in (("q_norm", heads), ("k_norm", kv)):
-        for name in (f"{part}.weight", f"{part}.bias"):
-            source = f"{old}self_attn.{name}"
-            stored = (checkpoint.shapes.get(source) or (count,))[0]
-            few = 0 < stored < count and count % stored == 0  # else `mistakes` compares it
-            rows = tuple((i * stored // count, i * stored // count + 1) for i in range(count))
-            recipe[f"{goal}attention.{name}"] = take(source, rows=rows if few else None)
-    return recipe
 
 
 class Unfilled(TorchFunctionMode):
@@ -446,7 +414,7 @@ class Stored:
 
     def recipe_of(self, module: nn.Module) -> Recipe:
         """What fills a module: not all that a checkpoint holds is needed."""
-        return self.recipe or {name: take(name) for name in module.state_dict()}
+        return self.recipe or {name: Source.of(name) for name in module.state_dict()}
 
     def fingerprint(self, module: nn.Module) -> str:
         """Which weights a module is filled with, the same whatever the container."""

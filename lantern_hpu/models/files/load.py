@@ -6,22 +6,20 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from lantern_hpu.core import Sampling
-from lantern_hpu.errors import OptionError, WeightsError
+from lantern_hpu.errors import Arg, OptionError, WeightsError, words
 from lantern_hpu.files import reported_as
 from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.models.config import ConditionConfig, ModelConfig, VQConfig, is_of
 from lantern_hpu.models.families import family_of
-from lantern_hpu.models.families.base import check_keys
+from lantern_hpu.models.families.base import Files
 from lantern_hpu.models.families.eagle import OpenedDrafter, open_drafter
 from lantern_hpu.models.files.checkpoint import (
-    Checkpoint,
-    Recipe,
+    Source,
     Stored,
     Weights,
     fingerprint,
@@ -29,7 +27,6 @@ from lantern_hpu.models.files.checkpoint import (
     open_checkpoint,
     settings_beside,
     shapes_only,
-    take,
 )
 from lantern_hpu.models.files.names import (
     CONFIG,
@@ -65,11 +62,15 @@ from lantern_hpu.models.text.tokens import TokenConditioner, load_tokenizer, spl
 from lantern_hpu.models.transformer import Drafter, Target
 from lantern_hpu.models.vq import Tokenizer
 
-VQ_MISSING = (
-    "the VQ tokenizer (--vq; LlamaGen: vq_ds16_*.pt; Anole: vqgan.ckpt; SimpleAR: decoder.jit; "
-    "Lumina-mGPT 2.0: movqgan_270M.ckpt)"
+VQ_MISSING = words(
+    "the VQ tokenizer (given by",
+    Arg("vq"),
+    "; LlamaGen: vq_ds16_*.pt; Anole: vqgan.ckpt; SimpleAR: decoder.jit; "
+    "Lumina-mGPT 2.0: movqgan_270M.ckpt)",
 )
-DIFFUSION_MISSING = "the diffusion model (the whole pipeline's folder; --save-tokens needs none)"
+DIFFUSION_MISSING = words(
+    "the diffusion model (in the whole pipeline's folder;", Arg("save_tokens"), "needs none)"
+)
 # Of a model that was saved as a part of another: published files have their heads outside
 INNER_HEADS = ("model.lm_head.", "model.gen_head.", "model.text_model.lm_head.")
 # Values of `model.json` beside those of the configs
@@ -77,8 +78,7 @@ DESCRIBED = {
     **dict.fromkeys(("name", "fingerprint", "pixels"), str | None),
     "notes": tuple[str, ...] | None,
 }
-TIED = ("target.head.weight", "target.embed.weight")
-TEXT_MISSING = "the text encoder (--text-encoder; google/flan-t5-xl)"
+TEXT_MISSING = words("the text encoder (given by", Arg("text_encoder"), "; google/flan-t5-xl)")
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,9 @@ class Opened:
         """Raise an OptionError for a model whose tokens nothing here makes pictures of."""
         if self.config.vq is None and self.pixels is None:
             why = "nothing here decodes its tokens; another program may read its hidden states"
-            hint = "generate with --save-states FILE.safetensors, or --save-tokens FILE.npz"
+            states = Arg("save_states", "FILE.safetensors")
+            tokens = Arg("save_tokens", "FILE.npz")
+            hint = words("generate with", states, ", or", tokens)
             raise OptionError(f"{self.name} makes no pictures", why, hint)
 
     def load(self, placement: Placement) -> ImageModel:
@@ -162,7 +164,8 @@ def open_model(parts: Parts) -> Opened:
         config = replace(config, target=of_size(config.target, size, parts.name))
     elif parts.image_size not in (None, height):
         why = f"{parts.name} draws {width} x {height} pixels"
-        raise OptionError(f"--image-size is {parts.image_size}", why, "leave it out")
+        what = words(Arg("image_size"), f"is {parts.image_size}")
+        raise OptionError(what, why, "leave it out")
     if parts.drafter is not None:
         drafter = open_drafter(parts.drafter, config.target)
         config = replace(config, drafter=drafter.config)
@@ -216,49 +219,43 @@ def open_folder(parts: Parts) -> Opened:
 
 
 def open_published(parts: Parts) -> Opened:
-    about = settings_beside(parts.target)
     stored = open_checkpoint(parts.target)
     if any(name.startswith(INNER_HEADS) for name in stored.shapes):
         stored = stored.within("model.")
     with reported_as(f"{parts.target} does not describe a model"):
-        family = family_of(stored, about, parts)
-        check_keys(stored, about, family.keys)
-        result = family.read(stored, about, parts)
-        checkpoint = with_tied_head(result.checkpoint, result.recipe, about)
-    tokenizer = open_checkpoint(parts.vq) if parts.vq else result.tokenizer
+        files = Files(stored, settings_beside(parts.target), parts)
+        family = family_of(files)
+        published = family.read(files)
+    config, vq = published.config, None
+    tokenizer = open_checkpoint(parts.vq) if parts.vq else published.tokenizer
     absent = {
-        "vq": (tokenizer is None and not (result.diffusion or result.states), VQ_MISSING),
-        "pixels": (result.diffusion and parts.pixels is None, DIFFUSION_MISSING),
-        "text": (result.condition.kind == "t5" and parts.text is None, TEXT_MISSING),
+        "vq": (tokenizer is None and not (family.diffusion or family.states), VQ_MISSING),
+        "pixels": (family.diffusion and parts.pixels is None, DIFFUSION_MISSING),
+        "text": (config.condition.kind == "t5" and parts.text is None, TEXT_MISSING),
     }
-    missing = [said for part, (lacks, said) in absent.items() if lacks and part not in parts.spared]
+    missing: list[str] = []
+    for part, (lacks, what) in absent.items():
+        if lacks and part not in parts.spared:
+            missing += [";", what] if missing else [what]
     if missing:
         hint = "name them, or put them beside the target"
-        raise WeightsError(f"parts are missing for {parts.target}", "; ".join(missing), hint)
-    config, vq = ModelConfig(result.config, result.condition, codebook=result.codebook), None
+        raise WeightsError(f"parts are missing for {parts.target}", words(*missing), hint)
     if tokenizer is not None:
         sizes, vq = open_vq(tokenizer, family.normalized_codes)
-        check_vq(sizes, result.config, family.code_pixels, tokenizer.path)
+        check_vq(sizes, config.target, family.code_pixels, tokenizer.path)
         config = replace(config, vq=sizes)
-    weights = Weights(Stored(checkpoint, result.recipe, family.ignored), vq)
-    notes = tuple(filter(None, (checkpoint.note, tokenizer.note if tokenizer else "")))
-    sampling = result.sampling or family.sampling[result.kind]
-    if parts.sampling:
-        sampling = Sampling(**parts.sampling)
-    pixels = family.code_pixels
-    opened = Opened(parts, parts.name, config, pixels, sampling, lambda: weights, parts.pixels)
-    return replace(opened, notes=notes)
-
-
-def with_tied_head(checkpoint: Checkpoint, recipe: Recipe, about: dict[str, Any]) -> Checkpoint:
-    """With the embedding as the head, where the file has none and config.json says so."""
-    ties = any(
-        d.get("tie_word_embeddings") for d in (about, *about.values()) if isinstance(d, dict)
+    target = published.weights
+    notes = tuple(one.note for one in (target.checkpoint, tokenizer) if one and one.note)
+    return Opened(
+        parts=parts,
+        name=parts.name,
+        config=config,
+        code_pixels=family.code_pixels,
+        sampling=Sampling(**parts.sampling) if parts.sampling else published.sampling,
+        weights=lambda: Weights(target, vq),
+        pixels=parts.pixels,
+        notes=notes,
     )
-    names = [recipe[name].names[0] for name in TIED if name in recipe]
-    if not ties or len(names) < 2 or names[0] in checkpoint or names[1] not in checkpoint:
-        return checkpoint
-    return checkpoint.beside(names[0], names[1])
 
 
 def load_vq(config: VQConfig, stored: Stored, device: torch.device | None) -> tuple[Tokenizer, str]:
@@ -310,7 +307,7 @@ def make_condition(
 def text_encoder(config: ConditionConfig, prefix: int, placement: Placement) -> T5Conditioner:
     if config.text is None or not os.path.isdir(config.text):
         what = "the text encoder is missing" + (f" ({config.text})" if config.text else "")
-        raise WeightsError(what, "prompts cannot be read", "--text-encoder FOLDER")
+        raise WeightsError(what, "prompts cannot be read", Arg("text_encoder", "FOLDER"))
     dtype, where = placement.dtype or torch.float32, (placement.device, placement.to_device)
     text = T5Conditioner(Path(config.text), prefix, dtype, *where, keep=placement.keep_text)
     if text.width != config.dim:
@@ -325,4 +322,4 @@ def text_digest(condition: Conditioner) -> dict[str, str]:
     if not isinstance(text, T5Conditioner):
         return {}
     stored = open_checkpoint(text.folder)
-    return {"text": fingerprint(stored, {name: take(name) for name in stored.shapes})}
+    return {"text": fingerprint(stored, {name: Source.of(name) for name in stored.shapes})}

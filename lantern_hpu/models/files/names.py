@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from lantern_hpu.errors import OptionError, WeightsError
+from lantern_hpu.errors import Arg, OptionError, WeightsError, words
 from lantern_hpu.fields import argument_name, option
 from lantern_hpu.files import ASSETS, file_in, reading, reported_as, sha256
 from lantern_hpu.models.config import ModelConfig, T5Config
@@ -32,7 +32,7 @@ class Parts:
     """Paths of the parts of a model; None where there is none."""
 
     name: str
-    source: str  # what `--model` takes to find it again
+    source: str  # what `model` takes to find it again
     target: Path  # a file, or a folder
     drafter: Path | None = None
     vq: Path | None = None
@@ -68,7 +68,7 @@ class Given:
         size = self.image_size
         if size is not None and (size <= 0 or size % CODE_PIXELS):
             why = f"allowed: multiples of {CODE_PIXELS}"
-            raise OptionError(f"--image-size is {size}", why, "256, 384 or 512")
+            raise OptionError(words(Arg("image_size"), f"is {size}"), why, "256, 384 or 512")
 
     def resolved(self) -> Given:
         """The same parts by paths that hold from anywhere."""
@@ -76,14 +76,11 @@ class Given:
         return replace(self, **paths)  # type: ignore[arg-type]
 
     def paths(self) -> dict[str, Path]:
-        return {n: given_path(p) for n in OPTIONS if (p := getattr(self, n)) is not None}
+        return {n: given_path(p) for n in ARGUMENTS if (p := getattr(self, n)) is not None}
 
 
-OPTIONS = {
-    part.name: f"--{argument_name(part).replace('_', '-')}"
-    for part in fields(Given)
-    if part.name != "image_size"
-}
+# Those that are paths, as errors name them
+ARGUMENTS = {p.name: argument_name(p) for p in fields(Given) if p.name != "image_size"}
 
 
 def given_path(text: str) -> Path:

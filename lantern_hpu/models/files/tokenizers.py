@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lantern_hpu.errors import WeightsError
+from lantern_hpu.errors import Arg, WeightsError, words
 from lantern_hpu.files import reported_as
 from lantern_hpu.models.config import TransformerConfig, VQConfig
 from lantern_hpu.models.cosmos_vq import fsq_table
@@ -52,7 +52,7 @@ def open_vq(checkpoint: Checkpoint, normalised: bool) -> tuple[VQConfig, Stored]
         if "decoder.conv_in.weight" not in checkpoint:
             why = "it has no decoder, so codes cannot become pictures"
             what = f"{checkpoint.path} is not a whole VQ tokenizer"
-            raise WeightsError(what, why, "--vq with a whole one")
+            raise WeightsError(what, why, words(Arg("vq"), "with a whole one"))
         levels = checkpoint.count("encoder.conv_blocks.")
         config = sizes_of(
             checkpoint,
@@ -130,7 +130,8 @@ def check_vq(config: VQConfig, target: TransformerConfig, pixels: int, path: Pat
         why = f"a code of it is {config.downsample} pixels wide, the target's are {pixels}"
     else:
         return
-    raise WeightsError(f"the tokenizer {path} is for another target", why, "--vq with its own")
+    hint = words(Arg("vq"), "with its own")
+    raise WeightsError(f"the tokenizer {path} is for another target", why, hint)
 
 
 def of_emu3(checkpoint: Checkpoint) -> Checkpoint:

@@ -25,6 +25,11 @@ class TokenOrder:
 
     first: tuple[tuple[int, int], ...]  # from and to, of stretches of tokens
 
+    @property
+    def drawn(self) -> int:
+        """How many of them there are."""
+        return sum(end - start for start, end in self.first)
+
     def stretches(self, rows: int) -> tuple[tuple[int, int], ...]:
         """The whole table of so many rows, in our order."""
         rest, start = [], 0
@@ -353,7 +358,7 @@ class GlmImageFrame(Frame):
         return [*words, *self.after]
 
     def without(self, ids: list[int], negative: str | None = None) -> list[int]:
-        """What `--cfg-scale` subtracts; the authors draw without guidance."""
+        """What guidance subtracts; the authors draw without guidance."""
         return list(self.after)
 
     def notes(self, prompt: str, negative: bool = False) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lantern_hpu.errors import WeightsError, needing
+from lantern_hpu.errors import Arg, WeightsError, needing, words
 from lantern_hpu.files import check_content
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.text.frames import Frame, Words
@@ -33,7 +33,8 @@ def load_tokenizer(folder: Path, whose: str = "") -> Any:
     file = folder / "tokenizer.json"
     if not file.is_file():
         why = f"the model was published without one, and reads {whose}" if whose else ""
-        hint = "--text-encoder FOLDER with it" if whose else "download it with the model"
+        given = words(Arg("text_encoder", "FOLDER"), "with it")
+        hint = given if whose else "download it with the model"
         raise WeightsError(f"{folder} holds no tokenizer.json", why, hint)
     check_content(file)
     try:
