@@ -21,7 +21,6 @@ from lantern_hpu.models.files.checkpoint import (
     Source,
     Stored,
     folder_of,
-    llama_block,
 )
 from lantern_hpu.models.files.names import CODE_PIXELS, Parts
 from lantern_hpu.models.text.frames import FRAMES, TokenOrder
