@@ -169,10 +169,7 @@ def test_places_lie_inside_their_images(tmp_path: Path, method: str) -> None:
     ("options", "said"),
     [
         (["--method", "magic"], "unknown method 'magic'"),
-        (["--method", "lantern:magic"], "unknown preset 'magic'"),
-        (["--method", "eagle:delta-0.1"], "eagle is exact"),
         (["--method", "lantern:gsd"], "no clusters with a dynamic tree"),
-        (["--method", "scd:distance=0.5:ranks=x"], "a number was expected"),
         (["--num-images", "0"], "--num-images is 0"),
         (["--output", "setup.cfg/x.json"], "setup.cfg"),
     ],

@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.transforms import Bbox
 
@@ -21,32 +22,29 @@ NEAR = {
 }
 
 
-def test_labels_of_near_points_do_not_overlap() -> None:
+def labelled(line: list[float], labels: dict[str, tuple[float, float]]) -> tuple[Axes, list[Bbox]]:
+    """A panel with a line and labels as they are saved, and the labels' boxes."""
     figure, (axes,) = plots.panels(3.4, 3.7)
-    axes.plot([1, 4], [0, 30])
-    for text, spot in NEAR.items():
+    axes.plot(range(len(line)), line)
+    for text, spot in labels.items():
         plots.label_point(axes, text, spot, "C0")
     plots.saved(figure, "png")
     renderer = FigureCanvasAgg(figure).get_renderer()
-    boxes = [note.get_window_extent(renderer) for note in axes.texts]
+    return axes, [note.get_window_extent(renderer) for note in axes.texts]
+
+
+def test_labels_of_near_points_do_not_overlap() -> None:
+    _, boxes = labelled([0, 10, 20, 30], NEAR)
     assert len(boxes) == len(NEAR)
     assert not any(Bbox.intersection(one, other) for one, other in combinations(boxes, 2))
 
 
 def test_a_label_at_the_edge_stays_inside_its_panel() -> None:
-    figure, (axes,) = plots.panels(3.4, 3.7)
-    axes.plot([0, 1], [0, 1])
-    plots.label_point(axes, "a long name of a setting", (1.0, 1.0), "C0")
-    plots.saved(figure, "png")
-    box = axes.texts[0].get_window_extent(FigureCanvasAgg(figure).get_renderer())
+    axes, (box,) = labelled([0, 1], {"a long name of a setting": (1.0, 1.0)})
     assert box.x1 <= axes.bbox.x1 and box.y1 <= axes.bbox.y1
 
 
 def test_a_label_keeps_off_the_line_between_two_points() -> None:
-    figure, (axes,) = plots.panels(3.4, 3.7)
-    axes.plot([0, 1, 2], [0, 1, 2])
-    plots.label_point(axes, "lambda-5", (1.0, 1.0), "C0")
-    plots.saved(figure, "png")
-    box = axes.texts[0].get_window_extent(FigureCanvasAgg(figure).get_renderer())
+    axes, (box,) = labelled([0, 1, 2], {"lambda-5": (1.0, 1.0)})
     line = axes.lines[0].get_path().transformed(axes.transData)
     assert not line.intersects_bbox(box, filled=False)

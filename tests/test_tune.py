@@ -7,7 +7,6 @@ import itertools
 import json
 import random
 import shlex
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -346,10 +345,7 @@ def test_damaged_choice_is_refused(model: Path) -> None:
     ("options", "said"),
     [
         (["--method", "eagle2"], "--method eagle2 cannot be tuned"),
-        (["--method", "ar"], "--method ar cannot be tuned"),
         (["--max-nodes", "1"], "--max-nodes is 1: allowed: 2 to 96"),
-        (["--max-depth", "0"], "--max-depth is 0"),
-        (["--batch-size", "0"], "--batch-size is 0"),
         (["--num-images", "0"], "--num-images is 0"),
         (["--seed", "-1"], "--seed is -1"),
         (["--output", "tree.txt"], "cannot write tree.txt"),
@@ -362,16 +358,6 @@ def test_what_cannot_be_tuned_is_refused(
 ) -> None:
     assert command.main(options) == 2
     assert said in capsys.readouterr().err
-
-
-def test_missing_scipy_is_said_before_anything_is_measured(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delitem(sys.modules, "lantern_hpu.tune.search")
-    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
-    assert command.main([]) == 2
-    said = capsys.readouterr().err
-    assert "scipy is not installed" in said and "lantern-hpu[tune]" in said
 
 
 def test_profile_without_counts_is_refused(tmp_path: Path) -> None:
@@ -405,15 +391,12 @@ def test_verdict_goes_by_what_was_measured() -> None:
     found = tuning(*rows)
     assert (found.best, found.ar_wins, found.fastest) == (tuned, False, "tuned_4")
     assert fastest_text(found) == "tuned_4 draws 1.25 times as fast as ar (expected 2.00)"
+    assert "| tuned_4 | 2 | 1 |" in tuning_table(found)
     found = tuning(row(AR, 10, 6), tuned, chain)
     assert (found.best, found.ar_wins, found.fastest) == (tuned, True, "ar")
-    said = fastest_text(found)
-    assert said.startswith("ar wins: the fastest tree, tuned_4, draws 0.75 times as fast")
     found = tuning(ar, row(TUNED, 5, 12), chain)
     assert found.best is chain
     assert "chain was measured 1.33 times as fast as tuned_4" in fastest_text(found)
-    shown = tuning_table(tuning(*rows))
-    assert "| tuned_4 | 2 | 1 |" in shown and "5.00 -> 8.00" in shown
 
 
 def test_figures_that_cannot_be_are_not_saved(

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from lantern_hpu.ops.kernels import PLAIN, Kernels
 from lantern_hpu.verify import stages
 from lantern_hpu.verify.ask import Asked
 from lantern_hpu.verify.items import (
+    ANEW,
     CACHES,
     GROUPED,
     Question,
@@ -187,6 +189,23 @@ def asked(kind: str, graphs: str = "hpu_graph", model: str = "") -> Iterator[Ask
             yield made
 
 
+def confirmed_then_refuted(
+    item: str,
+    spoil: Callable[[], object],
+    kind: str,
+    model: Path | str = "",
+    graphs: str = "hpu_graph",
+) -> tuple[str, dict[str, Any]]:
+    """A question is confirmed, and refuted once something is spoiled. -> its detail and numbers"""
+    with asked(kind, graphs, str(model)) as question:
+        assert question.answer(item)[0] == "confirmed"
+    spoil()
+    with asked(kind, graphs, str(model)) as question:
+        state, detail, numbers = question.answer(item)
+    assert state == "refuted"
+    return detail, numbers
+
+
 @pytest.mark.parametrize("name", BACKENDS["hpu"].kernels)
 def test_wrong_kernel_is_refuted_though_another_serves(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -256,8 +275,6 @@ def test_model_with_grouped_heads_is_refuted_where_a_kernel_spoils_one_group(
 
 
 def test_draws_that_sums_spoil_are_refuted(monkeypatch: pytest.MonkeyPatch) -> None:
-    with asked("kernels") as question:
-        assert question.answer("draws")[0] == "confirmed"
     real = Device.compute
 
     def shaken(card: Device, op: Any, *rest: Any) -> Any:
@@ -267,19 +284,15 @@ def test_draws_that_sums_spoil_are_refuted(monkeypatch: pytest.MonkeyPatch) -> N
             return result
         return result + 0.02 * torch.sin(torch.arange(result.shape[-1]))
 
-    monkeypatch.setattr(Device, "compute", shaken)
-    with asked("kernels") as question:
-        state, detail, numbers = question.answer("draws")
-        assert state == "refuted" and "from where its uniform lies" in detail
-        assert numbers["sums that fall"] > 0
+    detail, numbers = confirmed_then_refuted(
+        "draws", partial(monkeypatch.setattr, Device, "compute", shaken), "kernels"
+    )
+    assert "from where its uniform lies" in detail and numbers["sums that fall"] > 0
 
 
 def test_memory_that_refuses_its_second_life_is_refuted(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    question = "engines recorded anew"
-    with asked("methods", model=str(model)) as one:
-        assert one.answer(question)[0] == "confirmed"
     closed, begin, reset = list[Any](), HPUGraph.capture_begin, HPUGraph.reset
 
     def refuses(graph: Any, *rest: Any) -> None:
@@ -287,16 +300,15 @@ def test_memory_that_refuses_its_second_life_is_refuted(
             raise RuntimeError("the memory of a graph that was closed is taken")
         begin(graph, *rest)
 
-    monkeypatch.setattr(HPUGraph, "capture_begin", refuses)
-
     def resets(graph: Any) -> None:
         closed.append(graph)
         reset(graph)
 
-    monkeypatch.setattr(HPUGraph, "reset", resets)
-    with asked("methods", model=str(model)) as one:
-        state, detail, _ = one.answer(question)
-        assert state == "refuted" and "is taken" in detail
+    def spoil() -> None:
+        monkeypatch.setattr(HPUGraph, "capture_begin", refuses)
+        monkeypatch.setattr(HPUGraph, "reset", resets)
+
+    assert "is taken" in confirmed_then_refuted(ANEW, spoil, "methods", model)[0]
 
 
 def test_every_kernel_that_a_device_has_is_asked() -> None:
@@ -317,8 +329,6 @@ def test_lost_write_into_a_cache_is_refuted(
     model: Path, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A replay that leaves out one `index_copy_`, as a pass over chains of them would."""
-    with asked("caches", model=str(model)) as question:
-        assert question.answer(method)[0] == "confirmed"
     real = Recording.close
 
     def losing(recording: Recording) -> None:
@@ -332,10 +342,10 @@ def test_lost_write_into_a_cache_is_refuted(
         del recording.steps[large]
         real(recording)
 
-    monkeypatch.setattr(Recording, "close", losing)
-    with asked("caches", model=str(model)) as question:
-        state, detail, numbers = question.answer(method)
-        assert state == "refuted" and "differ" in detail and numbers["wrong"]
+    detail, numbers = confirmed_then_refuted(
+        method, partial(monkeypatch.setattr, Recording, "close", losing), "caches", model
+    )
+    assert "differ" in detail and numbers["wrong"]
 
 
 @pytest.mark.parametrize("method", [*CACHES, GROUPED])
@@ -373,8 +383,6 @@ def test_write_that_a_compiler_loses_is_refuted(
     model: Path, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same in compile mode: a pass throws one write into a cache away."""
-    with asked("caches", "compile", str(model)) as question:
-        assert question.answer(method)[0] == "confirmed"
     real = lowering.put_in_place
 
     def losing(card: Device, graph: fx.GraphModule) -> int:
@@ -386,10 +394,9 @@ def test_write_that_a_compiler_loses_is_refuted(
         graph.recompile()
         return left
 
-    monkeypatch.setattr(lowering, "put_in_place", losing)
-    with asked("caches", "compile", str(model)) as question:
-        state, detail, numbers = question.answer(method)
-        assert state == "refuted" and "differ" in detail and numbers["wrong"]
+    spoil = partial(monkeypatch.setattr, lowering, "put_in_place", losing)
+    detail, numbers = confirmed_then_refuted(method, spoil, "caches", model, "compile")
+    assert "differ" in detail and numbers["wrong"]
 
 
 @pytest.mark.slow
@@ -399,12 +406,10 @@ def test_operator_that_is_cut_out_of_a_compiled_step_is_refuted(
 ) -> None:
     for name, value in Stage("cuts", "compile").flags.items():
         monkeypatch.setenv(name, value)
-    with asked("cuts", "compile", str(model)) as question:
-        assert question.answer(method)[0] == "confirmed"
-    monkeypatch.setattr(lowering, "ALWAYS_CUT", lowering.ALWAYS_CUT | {"cumsum"})
-    with asked("cuts", "compile", str(model)) as question:
-        state, detail, _ = question.answer(method)
-        assert state == "refuted" and "eager fallback of cumsum" in detail
+    cut = lowering.ALWAYS_CUT | {"cumsum"}
+    spoil = partial(monkeypatch.setattr, lowering, "ALWAYS_CUT", cut)
+    detail, _ = confirmed_then_refuted(method, spoil, "cuts", model, "compile")
+    assert "eager fallback of cumsum" in detail
 
 
 def test_failure_that_is_no_cut_leaves_the_question_open(
