@@ -100,7 +100,7 @@ def test_odd_input_is_one_clear_error(
         ("generate --ouput x.png", "unknown option --ouput\n  try: --output\n"),
         ("generate --steps 20", "try: --window or --tree; the number of steps follows from them\n"),
         ("generate --guidance-scale=3", "try: --cfg-scale\n"),
-        ("bench --methods ar", "try: --method\n"),
+        ("bench --method ar", "try: --method\n"),
         ("fidelity --images 8", "try: --num-images\n"),
         ("serve builtin", "unknown option builtin\n  try: --model builtin\n"),
         ("lint mine.py", "try: --script mine.py\n"),
@@ -192,7 +192,7 @@ def test_what_needs_no_weights_is_refused_before_they_are_read(
 def test_serve_refuses_what_needs_a_drafter_before_weights_are_read(
     unread: None, public: Path, capsys: pytest.CaptureFixture[str], methods: str
 ) -> None:
-    words = ["--model", str(public / "emu3"), "--methods", methods]
+    words = ["--model", str(public / "emu3"), "--method", methods]
     assert serve.main([*words, "--port", "0"]) == 2
     shown = capsys.readouterr().err
     assert "has no drafter" in shown and shown.count("error:") == 1

@@ -85,7 +85,7 @@ def test_the_model_goes_by_all_of_its_names(server: Running) -> None:
         assert client.images.generate(prompt="cat", model=name).data
     with pytest.raises(openai.NotFoundError, match="dall-e-3, gpt-image-1"):
         client.models.retrieve("dall-e-2")
-    words = ["--served-model-name", *NAMES, "--methods", "ar"]
+    words = ["--served-model-name", *NAMES, "--method", "ar"]
     assert serve_request(make_parser().parse_args(words)).served_model_name == NAMES
 
 

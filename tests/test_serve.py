@@ -1217,19 +1217,14 @@ def test_what_auto_chose_is_served_with_its_tree_and_each_setting_as_written(mod
     pipeline = LanternPipeline.from_pretrained(str(model), device="cpu")
     pipeline.model.fastest = {"cpu:1": ("scd", "scd:3"), "cpu": ("eagle", "flat_4")}
 
-    def trees(*methods: str, slots: int = 3, tree: str | None = None) -> dict[str, str]:
-        options = ServeOptions(str(model), methods=methods, slots=slots, tree=tree)
+    def trees(*methods: str, slots: int = 3) -> dict[str, str]:
+        options = ServeOptions(str(model), methods=methods, slots=slots)
         served_model = DecodeThread(pipeline, options).served
         return {name: served.setting.tree.name for name, served in served_model.methods.items()}
 
     assert trees("auto", slots=1) == {"scd": "scd:3"}
     assert trees("auto", "ar") == {"eagle": "flat_4", "ar": "root"}
     assert trees("scd@4", "eagle@chain") == {"scd": "scd:4", "eagle": "chain"}
-    assert trees("eagle", "scd@4", "ar", tree="broad_7") == {
-        "eagle": "broad_7",
-        "scd": "scd:4",
-        "ar": "root",
-    }
     with pytest.raises(OptionError, match="methods has eagle twice"):
         trees("eagle@chain", "eagle@flat_4")
     with pytest.raises(OptionError, match="fits none of ar, scd"):
@@ -1296,7 +1291,7 @@ def test_a_key_is_asked_for_where_there_is_one(model: Path) -> None:
     ("options", "says"),
     [
         (["--slots", "0"], "1 to 256"),
-        (["--methods", "magic"], "unknown method"),
+        (["--method", "magic"], "unknown method"),
         (["--allow", "all"], "greedy, top_k, top_p"),
         (["--queue", "0"], "--queue"),
         (["--timeout", "0"], "--timeout"),
@@ -1368,7 +1363,7 @@ def taken(url: str) -> float:
 @pytest.mark.slow
 def test_a_signal_in_the_middle_of_ten_requests_loses_none(model: Path) -> None:
     command = [sys.executable, "-m", "lantern_hpu", "serve", "--model", str(model), "--port", "0"]
-    command += ["--slots", "2", "--methods", "ar"]
+    command += ["--slots", "2", "--method", "ar"]
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
         command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=environment
@@ -1410,7 +1405,7 @@ def test_a_server_whose_stderr_is_gone_ends_when_it_is_asked(
 def test_what_nobody_reads_on_stderr_holds_no_answer_up(model: Path) -> None:
     """Nor the end, nor does a stdout that is closed. A pipe takes 64 KiB."""
     command = [sys.executable, "-m", "lantern_hpu", "serve", "--model", str(model), "--port", "0"]
-    shell = ["sh", "-c", 'exec "$@" >&-', "sh", *command, "--methods", "ar"]
+    shell = ["sh", "-c", 'exec "$@" >&-', "sh", *command, "--method", "ar"]
     with subprocess.Popen(shell, cwd=ROOT, stderr=subprocess.PIPE) as child:
         assert child.stderr is not None
         url = next(line for line in child.stderr if line.startswith(b"http://")).split()[0].decode()
@@ -1466,7 +1461,7 @@ def test_a_second_signal_ends_it_at_once_and_answers_waiting_requests(tmp_path: 
     log = tmp_path / "log"
     with log.open("w") as output:
         child = subprocess.Popen(
-            [*command, "--methods", "ar"], cwd=ROOT, stderr=output, env=environment
+            [*command, "--method", "ar"], cwd=ROOT, stderr=output, env=environment
         )
     try:
         while not (found := re.search(r"http://\S+", log.read_text())):

@@ -18,9 +18,8 @@ from lantern_hpu.commands import options
 from lantern_hpu.commands.options import Parser, add_fields, from_args
 from lantern_hpu.console import nonblocking_stderr
 from lantern_hpu.errors import Arg, OptionError, exit_code, listed, require, words
-from lantern_hpu.methods.setting import FORM, METHODS
 from lantern_hpu.models.files.names import Given
-from lantern_hpu.serve.options import FILTERS, ServeOptions
+from lantern_hpu.serve.options import DEFAULT, FILTERS, ServeOptions
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -33,10 +32,9 @@ def make_parser() -> argparse.ArgumentParser:
     more = "host names to accept besides localhost and IP addresses; * accepts any"
     add("--allow-host", metavar="NAME,...", help=more)
     what = parser.add_argument_group("what")
-    add_fields(what, ServeOptions, "model", "served_model_name", "tree")
+    add_fields(what, ServeOptions, "model", "served_model_name")
+    options.add_method_options(what, "the fastest here, scd and ar; the first is the default")
     add = what.add_argument
-    listed = f"comma-separated, the first is the default: {', '.join(METHODS)}, or {FORM}"
-    add("--methods", help=f"{listed} (the fastest here, scd and ar)")
     extra = f"extra sampling options and relaxations that requests may use: {', '.join(FILTERS)}"
     more = "each slows every step; options of the model's default settings are always allowed"
     add("--allow", help=f"{extra}; {more}")
@@ -62,19 +60,26 @@ def serve_request(args: argparse.Namespace) -> ServeOptions:
     made = {
         "given": from_args(Given, args),
         "device": from_args(DeviceOptions, args),
-        "methods": names(args.methods, "--methods"),
-        "allow": names(args.allow, "--allow"),
+        "methods": served_methods(args),
+        "allow": names(args.allow, "allow"),
         "sizes": picture_sizes(args.sizes),
-        "allow_host": (args.host, *names(args.allow_host, "--allow-host")),
+        "allow_host": (args.host, *names(args.allow_host, "allow_host")),
         "api_key": key,
     }
     return from_args(ServeOptions, args, **made)
 
 
+def served_methods(args: argparse.Namespace) -> tuple[str, ...]:
+    """The settings that are asked for; nothing if none is."""
+    if not any((args.method, args.tree, args.window, args.relax)):
+        return ()
+    return tuple(str(setting) for setting in options.settings_of(args, ",".join(DEFAULT)))
+
+
 def picture_sizes(text: str | None) -> tuple[tuple[int, int], ...]:
     """Height and width of each of a comma-separated list of WIDTHxHEIGHT."""
     result = []
-    for name in dict.fromkeys(names(text, "--sizes")):
+    for name in dict.fromkeys(names(text, "sizes")):
         read = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", name)
         if read is None:
             what = words(Arg("sizes"), f"has {name!r}")

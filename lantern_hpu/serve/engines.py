@@ -133,7 +133,7 @@ def check_engines(pipeline: LanternPipeline, model: ServedModel, slots: int) -> 
     fewer = (n for n in range(slots - 1, 0, -1) if lacking(count, n) <= 0)
     fitting = [Arg("slots", n) for n in islice(fewer, 1)]
     some = (n for n in range(count - 1, 0, -1) if lacking(n, slots) <= 0)
-    fitting += [Arg("methods", ",".join(list(model.methods)[:n])) for n in islice(some, 1)]
+    fitting += [Arg("method", ",".join(list(model.methods)[:n])) for n in islice(some, 1)]
     free, name = pipeline.backend.memory().free or 0, pipeline.backend.name
     what = f"the engines of {', '.join(model.methods)} with {slots} slots do not fit together"
     why = f"they need {amount(free + more)} besides the weights, {amount(free)} are free on {name}"

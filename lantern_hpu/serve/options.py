@@ -9,7 +9,7 @@ from lantern_hpu.backends import DeviceOptions
 from lantern_hpu.errors import Arg, OptionError, choices, require, words
 from lantern_hpu.fields import check_ranges, option
 from lantern_hpu.methods.relaxation import PRESETS
-from lantern_hpu.methods.setting import AUTO, Setting, with_short_forms
+from lantern_hpu.methods.setting import AUTO, Setting
 from lantern_hpu.models.files.names import Given
 
 # Each makes the step's graph larger, and so is asked for
@@ -40,9 +40,6 @@ class ServeOptions:
     given: Given = field(default_factory=Given)
     device: DeviceOptions = field(default_factory=DeviceOptions)
     methods: tuple[str, ...] = ()
-    tree: str | None = option(
-        None, "draft tree of methods that are listed without one, as generate takes it"
-    )
     allow: tuple[str, ...] = ()
     sizes: tuple[tuple[int, int], ...] = ()
     slots: int = option(8, "images per batch, for each method", low=1, high=256)
@@ -59,9 +56,8 @@ class ServeOptions:
 
     @property
     def settings(self) -> list[Setting]:
-        """What is served; `tree` goes to those that draft its kind and have none."""
-        result = [Setting.parse(text) for text in self.methods or DEFAULT]
-        return with_short_forms(result, trees=[self.tree] if self.tree else [])
+        """What is served."""
+        return [Setting.parse(text) for text in self.methods or DEFAULT]
 
     def __post_init__(self) -> None:
         for text in self.methods:

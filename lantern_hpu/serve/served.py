@@ -58,18 +58,20 @@ def make_served_model(pipeline: LanternPipeline, options: ServeOptions) -> Serve
         what, why = f"{model.name} cannot be served", "nothing decodes its tokens"
         raise OptionError(what, why, Arg("vq"))
     served: dict[str, ServedMethod] = {}
+    asked_as: dict[str, str] = {}
     for asked in options.settings:
         setting = pipeline.resolve(asked, options.slots)
         if setting.method in served:
-            if asked.method == AUTO or not options.methods:
+            if AUTO in (asked.method, asked_as[setting.method]):
                 continue  # `auto` may be one that is named as well
-            what = words(Arg("methods"), f"has {setting.method} twice")
+            what = words(Arg("method"), f"has {setting.method} twice")
             raise OptionError(what, "a request names the method alone", "one setting of each")
+        asked_as[setting.method] = asked.method
         served[setting.method] = serve_method(pipeline, setting, options)
     for name in PRESETS.keys() & set(options.allow):
         if not any(METHODS[method].takes_relaxation(PRESETS[name]) for method in served):
             what, why = f"{name} cannot be allowed", f"none of {', '.join(served)} takes it"
-            raise OptionError(what, why, Arg("methods", "scd,ar"))
+            raise OptionError(what, why, Arg("method", "scd,ar"))
 
     @lru_cache(256)
     def spec_of(sampling: Sampling, rule: Relaxation, tree: Tree, sized: TransformerConfig) -> Spec:

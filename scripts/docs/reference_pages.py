@@ -222,7 +222,7 @@ The embedded model, `builtin`, needs no download: `lantern-hpu serve --device DE
 class models with `--class-label goldfish`. GLM-Image needs `pip install "lantern-hpu[glm,serve]"`.
 
 Memory is counted, not measured: by `lantern-hpu plan NAME`, in bfloat16, with the default method, for
-1 and for 8 images at a time. A server holds caches for each of its methods; fewer `--methods` take less.
+1 and for 8 images at a time. A server holds caches for each of its methods; fewer `--method` take less.
 The formats were loaded as small synthetic copies; no published weight has been loaded yet."""
 
 

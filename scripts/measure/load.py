@@ -68,7 +68,7 @@ def server(
     model: str, slots: int, method: str, queue: int, more: str = "", checkout: Path = ROOT
 ) -> Iterator[tuple[str, int]]:
     """The address and the process of a server, of this code or another."""
-    options = f"serve --model {model} --slots {slots} --methods {method} --queue {queue} {more}"
+    options = f"serve --model {model} --slots {slots} --method {method} --queue {queue} {more}"
     command = [sys.executable, "-m", "lantern_hpu", *options.split()]
     environment = os.environ | {"PYTHONPATH": str(checkout)}
     with (
