@@ -199,7 +199,7 @@ class DecodeThread:
         self.tasks.begin()
 
     def schedule_once(self) -> None:
-        """Admit the jobs that have room, and run the engine that has had the least time until its next host read."""
+        """Admit the jobs that have room, and run one engine until its next host read."""
         self.heartbeat_at = time.monotonic()
         self.tasks.do_here()
         with self.queue.changed:  # some may wait too long for another thread
@@ -260,11 +260,12 @@ class DecodeThread:
             if not (can_begin or self.tasks.waits_here or self.running or self.stopping):
                 self.queue.changed.wait(IDLE)
             alone = self.queue.queued == 1 and not self.running
+            has_room = self.has_room
 
             def slots_for(job: Job) -> EngineSlots:
                 return self.engines[job.method, job.shape][0 if alone or job.alone else -1]
 
-            return self.queue.next_jobs(slots_for, self.has_room)
+            return self.queue.next_jobs(slots_for, lambda slots: slots.room if has_room else 0)
 
     def admit(self, slots: EngineSlots, jobs: list[Job]) -> None:
         began = time.monotonic()

@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from traceback import walk_tb
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from lantern_hpu.core import Request
 from lantern_hpu.errors import LanternError
@@ -23,6 +23,7 @@ from lantern_hpu.results.images import Drawn
 from lantern_hpu.serve.protocol import ApiError
 from lantern_hpu.serve.served import ONE_SHAPE, Shape
 
+E = TypeVar("E", bound=Hashable)  # an engine
 log = logging.getLogger("lantern_hpu.serve")
 
 
@@ -68,18 +69,6 @@ class Job:
     alone: bool = False  # it gets a single slot, since a batch with it failed
 
 
-class HasRoom(Protocol):
-    """Slots that jobs can begin in."""
-
-    @property
-    def room(self) -> int:
-        """How many."""
-
-
-S = TypeVar("S", bound=HasRoom)
-K = TypeVar("K", bound=Hashable)
-
-
 class JobQueue:
     """Jobs that are not answered yet; all threads use it.
 
@@ -120,16 +109,18 @@ class JobQueue:
         with self.changed:
             self.waiting.extendleft(reversed(jobs))
 
-    def next_jobs(self, slots_for: Callable[[Job], S], has_room: bool) -> dict[S, list[Job]]:
-        """Jobs that can begin now, by the slots they get; the others wait on, in their order."""
-        chosen: dict[S, list[Job]] = {}
+    def next_jobs(
+        self, engine_for: Callable[[Job], E], room: Callable[[E], int]
+    ) -> dict[E, list[Job]]:
+        """Jobs that can begin now, by engine, where each has room for some; the others wait on, in their order."""
+        chosen: dict[E, list[Job]] = {}
         left: deque[Job] = deque()
         for job in self.waiting:
             if self.is_answered(job):
                 continue
-            slots = slots_for(job)
-            if has_room and len(chosen.get(slots, [])) < slots.room:
-                chosen.setdefault(slots, []).append(job)
+            engine = engine_for(job)
+            if len(chosen.get(engine, [])) < room(engine):
+                chosen.setdefault(engine, []).append(job)
             else:
                 left.append(job)
         self.waiting = left
@@ -169,14 +160,14 @@ class JobQueue:
 class FairShare:
     """Which engine runs next: the one that has had the least time.
 
-    Turns one after the other would not be fair: one may be a step of a window, another sixteen steps of `ar`.
+    Turns would not be fair: one may be a step of a window, another sixteen steps of `ar`.
     """
 
     def __init__(self) -> None:
         self.spent: dict[Hashable, float] = defaultdict(float)  # seconds of the decode thread
         self.busy: set[Hashable] = set()  # those that had images at the last choice
 
-    def choose(self, busy: Sequence[K]) -> K | None:
+    def choose(self, busy: Sequence[E]) -> E | None:
         """Of those that have images; one that had none until now does not make up for the time that it did not use."""
         others = [self.spent[one] for one in busy if one in self.busy]
         least = min(others) if others else max(self.spent.values(), default=0.0)
