@@ -231,6 +231,7 @@ class Backend(ABC):
         queue: how the host hands work to the device.
         is_host: whether it is the processor itself.
         shares_pool: whether all recordings keep what they compute in one memory.
+        is_host: whether the device is the processor itself, which has the host's memory.
         overlaps: whether another thread's work may run at the same time as the steps, in what `beside` makes.
     """
 
@@ -243,6 +244,7 @@ class Backend(ABC):
     queue: Queue = Queue()
     is_host = False
     shares_pool = False
+    is_host = False
     overlaps = False
 
     def __init__(self, graphs: str = "auto") -> None:  # noqa: B027 - most need not know

@@ -251,7 +251,6 @@ def test_a_tokenizer_may_draw_finer_than_it_reads(decoder_only: int) -> None:
     """With levels of the decoder alone, the encoder is that of a coarser tokenizer on pictures averaged over areas."""
     config = VQConfig(8, (1, 2, 2), 1, 8, 4, 32, groups=4, decoder_only=decoder_only)
     model = VQModel(config).eval()
-    assert sum(p.numel() for p in model.parameters()) == config.parameters
     widths = (8, 16, 16)[decoder_only:]
     multipliers = tuple(width // widths[0] for width in widths)
     coarse = VQModel(replace(config, channels=widths[0], multipliers=multipliers, decoder_only=0))

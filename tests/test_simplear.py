@@ -141,11 +141,10 @@ def test_pictures_are_those_of_the_network_of_three_dimensions(public: Path) -> 
     vq, twin = opened(public / NAME).vq, tokenizer_twin(public / NAME)
     assert vq is not None
     codes = torch.randint(64000, (2, 15), generator=torch.Generator().manual_seed(2))
-    decoder: nn.Module = vq.double()  # rounding aside
+    vq.double()  # rounding aside
     mine, want = vq.decode_codes(codes, (3, 5)), twin(codes.view(2, 1, 3, 5))
     assert mine.shape == (2, 3, 48, 80) and want.shape == (2, 3, 1, 48, 80) and want.std() > 0.1
     torch.testing.assert_close(mine, want[:, :, 0].clamp(-1, 1).float(), rtol=1e-5, atol=1e-5)
-    assert sum(p.numel() for p in decoder.parameters()) == vq.config.parameters
     assert vq.config.downsample == 16
 
 

@@ -214,7 +214,7 @@ def test_sizes_are_the_large_ones_as_memory_counts_them(model: ImageModel) -> No
     assert held == config.target.parameters
     assert model.drafter is not None and config.drafter is not None
     drafted = sum(p.numel() for p in model.drafter.parameters())
-    assert drafted == config.drafter.parameters(config.target)
+    assert drafted == config.parameters["drafter"]
     assert model.target.config.grid == CONFIG.grid
     assert all(not p.is_meta and p.isfinite().all() for p in model.target.parameters())
 
@@ -338,7 +338,7 @@ def test_the_embedded_model_stretches_to_what_is_offered() -> None:
         sizes = ("dim", "layers", "heads", "ffn_dim", "vocab_size")
         assert all(getattr(found, size) == getattr(large, size) for size in sizes)
         assert found.grid == (16, 16) and found.codes == 4096
-        assert found.head_parameters - large.head_parameters == large.vocab_size  # the bias
+        assert found.parameters - large.parameters == large.vocab_size  # the head's bias
 
 
 # ------------------------------------------------------------------------------------ the host's memory
@@ -350,7 +350,8 @@ def test_the_batch_that_is_offered_fits(folder: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(host, "available_bytes", lambda: 10**7)
     with pytest.raises(DeviceError) as refused:
         pipeline.engines.make(spec)
-    fitting = int(refused.value.hint.split()[1].rstrip(","))
+    fitting = refused.value.hint.args[0].value
+    assert isinstance(fitting, int)
     assert 1 < fitting < 1000
     small = pipeline.engines.get(Spec.of([request()], DraftTree.root_only(), 1, CONFIG))
     with pytest.raises(DeviceError):  # though the other one was given up for it

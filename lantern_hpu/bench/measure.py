@@ -17,7 +17,8 @@ from lantern_hpu.bench.cases import Case, has_long_steps
 from lantern_hpu.bench.columns import PARTS, SpeedRow
 from lantern_hpu.core import Event, ImageRecord, Request, RunStats
 from lantern_hpu.decode.engine import Engine
-from lantern_hpu.models.config import ModelConfig, TransformerConfig
+from lantern_hpu.models.config import ModelConfig
+from lantern_hpu.models.model import EmptyModel
 from lantern_hpu.models.text.prefix import Prefix
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import mean_tv, tokens_per_step
@@ -103,11 +104,11 @@ class Floor(NamedTuple):
 
 def sizes(model: ModelConfig, guidance: bool, number_bytes: int) -> dict[str, int]:
     """What a step of a model reads and multiplies, as reports have it: counts of numbers unless the name says more."""
-    config = model.target
+    config, empty = model.target, EmptyModel.of(model)
     return {
-        "body": config.layers * config.block_parameters(),
-        "head": config.head_parameters,
-        "drafter": model.drafter.own_parameters(config) if model.drafter else 0,
+        "body": empty.body,
+        "head": empty.head,
+        "drafter": empty.drafting,
         **{name: getattr(config, name) for name in "layers width kv_width prefix tokens".split()},
         "rows_per_image": 2 if guidance else 1,
         "number_bytes": number_bytes,
@@ -115,11 +116,12 @@ def sizes(model: ModelConfig, guidance: bool, number_bytes: int) -> dict[str, in
 
 
 def pass_seconds(
-    config: TransformerConfig, parameters: int, layers: int, what: Pass, rows: int, rates: Rates
+    model: EmptyModel, parameters: int, layers: int, what: Pass, rows: int, rates: Rates
 ) -> tuple[float, float]:
     """Least seconds to read what a pass through so many parameters and layers needs, and to multiply it."""
+    config = model.config.target
     context = config.prefix + config.tokens / 2  # committed positions
-    head = config.head_parameters if what.logits else 0
+    head = model.head if what.logits else 0
     cached = rows * context * layers * 2 * config.kv_width
     # A multiplication with its addition counts as two.
     matrices = 2 * (what.tokens * parameters + what.logits * head)
@@ -131,11 +133,10 @@ def pass_seconds(
 
 def floor(model: ModelConfig, passes: StepPasses, rows: int, rates: Rates) -> Floor:
     """The floor of a step over a batch of so many rows; with guidance, two an image."""
-    config = model.target
-    drafter = model.drafter.own_parameters(config) if model.drafter else 0
-    drafts = [pass_seconds(config, drafter, 1, what, rows, rates) for what in passes.draft]
-    body = config.layers * config.block_parameters()
-    read, multiply = pass_seconds(config, body, config.layers, passes.verify, rows, rates)
+    empty, layers = EmptyModel.of(model), model.target.layers
+    drafter = empty.drafting
+    drafts = [pass_seconds(empty, drafter, 1, what, rows, rates) for what in passes.draft]
+    read, multiply = pass_seconds(empty, empty.body, layers, passes.verify, rows, rates)
     bound = "bandwidth" if read >= multiply else "arithmetic"
     return Floor(sum(max(pair) for pair in drafts), max(read, multiply), bound)
 

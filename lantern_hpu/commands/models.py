@@ -55,6 +55,11 @@ def builtin_facts() -> Facts:
     }
 
 
+def detailed_facts(entry: KnownModel) -> Facts:
+    """With the number of its parameters, which loads torch."""
+    return model_facts(entry) | {"parameters": entry.config.parameters}
+
+
 def model_facts(entry: KnownModel) -> Facts:
     located = locate_model(entry)
     return {
@@ -70,7 +75,6 @@ def model_facts(entry: KnownModel) -> Facts:
         "here": not located.missing(),
         "missing": [part.role for part in located.missing()],
         "sampling": dict(entry.sampling),
-        "parameters": entry.config.parameters,
         "parts": [part_facts(part, located) for part in entry.parts.values()],
         "get": f"lantern-hpu download {entry.handle}",
         "draw": draw_command(entry),
@@ -161,10 +165,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 def print_models(name: str | None, as_json: bool) -> None:
     if name is not None:
-        shown = builtin_facts() if name == "builtin" else model_facts(get(name))
+        shown = builtin_facts() if name == "builtin" else detailed_facts(get(name))
         print(json.dumps(shown, indent=2) if as_json else model_text(shown))
         return
-    models = [builtin_facts(), *map(model_facts, entries().values())]
+    facts = detailed_facts if as_json else model_facts
+    models = [builtin_facts(), *map(facts, entries().values())]
     print(json.dumps(models, indent=2) if as_json else models_table(models) + "\n" + ADVICE)
 
 

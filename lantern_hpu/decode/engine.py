@@ -26,7 +26,7 @@ from lantern_hpu.decode.accept import Bounds
 from lantern_hpu.decode.drafting.base import Drafting
 from lantern_hpu.decode.drafting.eagle import DynamicDrafting, StaticDrafting
 from lantern_hpu.decode.drafting.window import WindowDrafting
-from lantern_hpu.decode.memory import check_batch, encoding, engine_bytes, setup_for, summed
+from lantern_hpu.decode.memory import Setup, check_batch, encoding, engine_bytes, summed
 from lantern_hpu.decode.sampler import sampling_params
 from lantern_hpu.decode.scheduled import ScheduledDrafting, ScheduledStep
 from lantern_hpu.decode.spec import Spec
@@ -447,17 +447,17 @@ class EngineCache:
         if free is None:
             return 0
         model, dtype = self.model.config, dtype_name(self.model.target.dtype)
-        how = (self.fit.graphs not in UNRECORDED, self.backend.shares_pool)
-        here = [setup_for(model, spec, dtype) for spec, _ in self.engines]
+        how = (dtype, self.fit.graphs not in UNRECORDED, self.backend.shares_pool)
+        here = [spec for spec, _ in self.engines]
         missing = [spec for spec in specs if self.free_key(spec) not in self.engines]
-        news = [setup_for(model, spec, dtype) for spec in missing]
-        return sum(engine_bytes([*here, *news], *how)) - engine_bytes(here, *how)[0] - free
+        wanted = sum(engine_bytes(model, [*here, *missing], *how))
+        return wanted - engine_bytes(model, here, *how)[0] - free
 
     def lacking_for_text(self) -> int:
         """Bytes that the device lacks for a text encoder beside the engines here; none: 0 or less."""
         model, dtype = self.model.config, dtype_name(self.model.target.dtype)
-        sizes = [setup_for(model, spec, dtype) for spec, _ in self.engines]
-        return self.lacking([]) + max(summed(encoding(*size)) for size in sizes)
+        needed = [summed(encoding(model, Setup(spec, dtype))) for spec, _ in self.engines]
+        return self.lacking([]) + max(needed)
 
     def shrink(self, count: int) -> bool:
         """Close the oldest that nothing holds until `count` are left; whether any was."""

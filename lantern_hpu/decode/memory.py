@@ -1,8 +1,7 @@
-"""How much memory drawing with a model takes: weights, caches, working memory. Arithmetic alone, no torch.
+"""How much memory drawing with a model takes, before anything is loaded: weights, state, working memory.
 
-Weights and caches are exact: weights are counted from the model's sizes, caches from what the decoder allocates. What
-is called an estimate was fitted to the peaks of tensors alive, and errs on the high side. A run has phases that need
-different things; what counts is the largest.
+Weights and state are exact: what makes them makes them on `meta`. What is called an estimate was fitted to the peaks of
+tensors alive, and errs on the high side. A run has phases that need different things; what counts is the largest.
 """
 
 from __future__ import annotations
@@ -10,26 +9,23 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lantern_hpu.backends import (
-    ACCELERATOR,
-    BYTES,
-    KEEP_TEXT,
-    QUANTIZED,
-    DeviceOptions,
-    DraftingDefaults,
-)
-from lantern_hpu.decode.spec import Spec, capacity, keeps_noise
-from lantern_hpu.errors import DeviceError, OptionError, require
+import torch
+
+from lantern_hpu.backends import ACCELERATOR, BYTES, QUANTIZED, DeviceOptions, DraftingDefaults
+from lantern_hpu.backends.base import Backend, Fit, dtype_name
+from lantern_hpu.decode.spec import Spec, capacity
+from lantern_hpu.decode.state import DecodeState, PrefillInput, walk_tensors
+from lantern_hpu.errors import Arg, DeviceError, OptionError, Words, words
 from lantern_hpu.files import amount
 from lantern_hpu.models.config import ModelConfig, TransformerConfig
-from lantern_hpu.tree import DraftTree, Tree, Window
+from lantern_hpu.models.model import EmptyModel
+from lantern_hpu.tree import DraftTree
 
-if TYPE_CHECKING:
-    from lantern_hpu.backends.base import Backend, Fit
-
+META = torch.device("meta")
 ROW_BYTES = 5  # of an int8 matrix, beside its numbers: a float32 scale and a zero point, as torchao has them
 # Measured
 FULL_MAPS = 5  # feature maps at full resolution that the image decoder holds at its peak
@@ -39,42 +35,40 @@ TIGHT = 0.9  # of the memory: past it, fragments and the device's own software m
 POOL = "graph pool (estimate)"
 # What a run does, one after the other
 LOADING, ENCODING, DRAWING = "loading", "encoding prompts", "drawing"
+# Parts of the state by how their names begin
+STATE = {
+    "kv_cache.": "target KV cache",
+    "drafting.kv_cache.": "drafter KV cache",
+    "drafting.": "drafts",
+    "": "prompts, tokens, uniforms",
+}
 Rows = list[tuple[str, int]]
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What decides the memory beside the model."""
+    """What decides the memory that a model takes."""
 
+    spec: Spec
     dtype: str
-    batch_size: int
-    guidance: bool
-    tree: Tree
     keep_text: str = "host"  # where the text encoder goes once the prompts are encoded
-    neighbours: int = 0  # nearest codes kept of each code
     quantize: str | None = None  # a smaller format of the matrices in the target's blocks
     is_host: bool = False  # the device is the processor itself
     loads_drafter: bool = True  # whether a drafter that drafts nothing is loaded all the same
 
     @property
-    def rows(self) -> int:
-        """R, sequences on the device."""
-        return self.batch_size * (2 if self.guidance else 1)
-
-    @property
     def bytes(self) -> int:
         return BYTES[self.dtype]
+
+    def having(self, **change: Any) -> Setup:
+        """The same with other values, of its own or of its spec."""
+        own = {name: change.pop(name) for name in [*change] if name in vars(self)}
+        return replace(self, spec=replace(self.spec, **change), **own)
 
     @property
     def text_stays(self) -> bool:
         """Whether the text encoder is on the device while images are drawn."""
         return self.keep_text == "device" or (self.keep_text != "free" and self.is_host)
-
-
-def cache_bytes(config: TransformerConfig, layers: int, setup: Setup) -> int:
-    """Keys and values of some layers."""
-    positions = capacity(config, setup.tree)
-    return 2 * layers * setup.rows * positions * config.kv_width * setup.bytes
 
 
 def phases(model: ModelConfig, setup: Setup) -> dict[str, Rows]:
@@ -83,16 +77,14 @@ def phases(model: ModelConfig, setup: Setup) -> dict[str, Rows]:
     Target, drafter and image tokenizer are loaded, then caches are allocated, and both stay. Prompts are encoded
     before the first step.
     """
-    require(setup.dtype in BYTES, "dtype", setup.dtype, ", ".join(BYTES))
-    require(setup.batch_size > 0, "batch_size", setup.batch_size, "1 or more")
-    require(setup.keep_text in KEEP_TEXT, "keep_text", setup.keep_text, ", ".join(KEEP_TEXT))
-    if setup.tree.needs_drafter and model.drafter is None:
-        what = f"the tree {setup.tree.name} needs a drafter"
-        raise OptionError(what, "the model has none", "--method ar or scd")
+    tree = setup.spec.tree
+    if tree.needs_drafter and model.drafter is None:
+        what = f"the tree {tree.name} needs a drafter"
+        raise OptionError(what, "the model has none", words(Arg("method", "ar"), "or scd"))
     held, text = weights(model, setup) + state(model, setup), text_weights(model, setup)
     result: dict[str, Rows] = {}
     if setup.quantize:
-        largest = max(map(prod, model.target.block_matrices))
+        largest = max(matrix.numel() for matrix in EmptyModel.of(model).matrices)
         turned = [("a matrix on its way to int8 (estimate)", QUANTIZING * largest)]
         result[LOADING] = weights(model, replace(setup, quantize=None)) + turned
     if model.condition.kind == "t5":
@@ -120,10 +112,9 @@ def weights(model: ModelConfig, setup: Setup) -> Rows:
     held = model.parameters
     target = held["target"] * setup.bytes
     if setup.quantize:
-        for layers, rows, columns in model.target.all_matrices:
-            saved = rows * columns * (setup.bytes - 1) - rows * ROW_BYTES
-            target -= layers * saved
-    drafts = setup.tree.needs_drafter or setup.loads_drafter
+        for matrix in EmptyModel.of(model).matrices:
+            target -= matrix.numel() * (setup.bytes - 1) - len(matrix) * ROW_BYTES
+    drafts = setup.spec.tree.needs_drafter or setup.loads_drafter
     return [
         ("target weights", target),
         ("drafter weights", held["drafter"] * setup.bytes if drafts else 0),
@@ -142,43 +133,41 @@ def text_weights(model: ModelConfig, setup: Setup) -> Rows:
 
 def encoding(model: ModelConfig, setup: Setup) -> Rows:
     """Of the text encoder, and of what it computes for one prompt: they are encoded one at a time."""
-    features = model.target.prefix * model.condition.dim * setup.bytes
+    features = setup.spec.sizes(model.target).prefix * model.condition.dim * setup.bytes
     one = ("encoding a prompt (estimate)", PROMPT_FEATURES * features)
     return [*text_weights(model, setup), one]
 
 
+@lru_cache(256)
 def state(model: ModelConfig, setup: Setup) -> Rows:
-    """What is allocated once for a batch."""
-    config, drafts = model.target, setup.tree.needs_drafter
-    return [
-        ("target KV cache", cache_bytes(config, config.layers, setup)),
-        ("drafter KV cache", cache_bytes(config, 1, setup) if drafts else 0),
-        ("distributions and noise of a window", window_bytes(config, setup)),
-        ("prefix", setup.rows * config.prefix * config.dim * setup.bytes),
-        ("nearest codes", config.vocab_size * setup.neighbours * 4),
-    ]
+    """What an engine allocates once for its batches."""
+    from lantern_hpu.decode.engine import make_drafting  # which asks here for room
 
-
-def window_bytes(config: TransformerConfig, setup: Setup) -> int:
-    """What a window keeps: the distributions of its drafts, and the noise of whole images if that fits its budget."""
-    tree = setup.tree
-    if not isinstance(tree, Window):
-        return 0
-    drawn = tree.rule == "sjd-pac" or (tree.rule == "scd" and not tree.commit)
-    probs = (tree.width if drawn else 0) + max(tree.commit - 1, 0)
-    places = config.tokens if keeps_noise(config, tree, setup.batch_size) else 0
-    return 4 * setup.batch_size * config.vocab_size * (probs + places)
+    empty, spec = EmptyModel.of(model), setup.spec
+    target, dtype = empty.target.sized(spec.sizes(model.target)), getattr(torch, setup.dtype)
+    drafting = make_drafting(target, empty.drafter, spec)
+    drafts = None if drafting is None else drafting.allocate(dtype, META)
+    made = DecodeState.allocate(target.config, spec, dtype, META, drafts)
+    one = PrefillInput.allocate(target.config, spec, 1, dtype, META) if spec.open else None
+    sums = dict.fromkeys(STATE.values(), 0)
+    entry = dict(walk_tensors("", one)) if one else {}
+    for name, tensor in [*made.tensors().items(), *entry.items()]:
+        part = next(part for start, part in STATE.items() if name.startswith(start))
+        sums[part] += tensor.nbytes
+    return [*sums.items(), ("nearest codes", model.target.vocab_size * spec.neighbours * 4)]
 
 
 def working(model: ModelConfig, setup: Setup) -> Rows:
     """What comes and goes. A recorded graph keeps its own, hence the pool."""
-    config, width = model.target, model.condition.dim
-    step = activations(model, setup, setup.tree.size)
+    spec = setup.spec
+    config, width = spec.sizes(model.target), model.condition.dim
+    step = activations(model, setup, spec.tree.size)
     prefill = activations(model, setup, config.prefix)
     # Caption features of a batch, the same again for what they become, and that once more beside the state's
-    captions = setup.rows * config.prefix * (2 * width + config.dim) * setup.bytes
+    captions = spec.rows * config.prefix * (2 * width + config.dim) * setup.bytes
     probs = probs_bytes(config, setup)
-    maps = FULL_MAPS * (model.vq.channels if model.vq else 0) * prod(model.image_size) * 4
+    sized = replace(model, target=config)
+    maps = FULL_MAPS * (model.vq.channels if model.vq else 0) * prod(sized.image_size) * 4
     return [
         ("prompts of a batch (estimate)", captions),
         ("logits and probabilities (estimate)", probs),
@@ -190,19 +179,20 @@ def working(model: ModelConfig, setup: Setup) -> Rows:
 
 def activations(model: ModelConfig, setup: Setup, positions: int) -> int:
     """Of one layer over some positions a row: features, the mask, and scores where attention is not fused."""
-    config, keys = model.target, capacity(model.target, setup.tree)
+    config = setup.spec.sizes(model.target)
+    keys = capacity(config, setup.spec.tree)
     widest = max(config.ffn_dim, model.drafter.sizes(config).ffn_dim if model.drafter else 0)
     features = (6 * config.dim + 4 * widest) * setup.bytes
     mask, scores = keys * (2 + 2 * setup.bytes), config.heads * keys * setup.bytes
-    return setup.rows * positions * (features + mask + scores)
+    return setup.spec.rows * positions * (features + mask + scores)
 
 
 def probs_bytes(config: TransformerConfig, setup: Setup) -> int:
     """Logits of all rows in their own format and float32; those of target and drafter, and one on the way."""
-    tree = setup.tree
+    tree = setup.spec.tree
     inner = len(tree.judged) if isinstance(tree, DraftTree) else tree.size
-    logits = setup.rows * (4 + (setup.bytes if setup.bytes < 4 else 0))
-    return inner * config.vocab_size * (logits + setup.batch_size * 4 * 3)
+    logits = setup.spec.rows * (4 + (setup.bytes if setup.bytes < 4 else 0))
+    return inner * config.vocab_size * (logits + setup.spec.images * 4 * 3)
 
 
 # ------------------------------------------------------------------------------------ does it fit
@@ -219,48 +209,54 @@ class DeviceMemory:
     is_host: bool = False
     drafting: DraftingDefaults = ACCELERATOR
     shares_pool: bool = False  # see `Backend`
+    name: str = ""
 
 
-def remedies(model: ModelConfig, setup: Setup, device: DeviceMemory) -> Iterator[tuple[str, int]]:
+def remedies(model: ModelConfig, setup: Setup, device: DeviceMemory) -> Iterator[tuple[Words, int]]:
     """What takes less, and how much: from what costs least to what changes most, each on top of those before it."""
-    autoregressive = "--method ar"
+    autoregressive = words(Arg("method", "ar"))
     if not setup.loads_drafter:
-        autoregressive += " (the model fetched --without-drafter)"
+        fetched = Arg("without_drafter", True)
+        autoregressive = words(autoregressive, "(the model fetched", fetched, ")")
     goes = "free" if setup.is_host else "host"
-    alone = DraftTree.root_only()
-    changes: list[tuple[bool, str, dict[str, Any]]] = [
-        (setup.text_stays, f"--keep-text {goes}", {"keep_text": goes}),
-        (setup.bytes > 2, "--dtype bfloat16", {"dtype": "bfloat16"}),
-        (setup.batch_size > 1, "--batch-size 1", {"batch_size": 1}),
-        ("int8" in device.quantized, "--quantize int8", {"quantize": "int8"}),
-        (setup.tree.depth > 0, autoregressive, {"tree": alone, "neighbours": 0}),
-        (setup.guidance, "--cfg-scale 1 (no guidance)", {"guidance": False}),
+    spec = setup.spec
+    changes: list[tuple[bool, Words, dict[str, Any]]] = [
+        (setup.text_stays, words(Arg("keep_text", goes)), {"keep_text": goes}),
+        (setup.bytes > 2, words(Arg("dtype", "bfloat16")), {"dtype": "bfloat16"}),
+        (spec.images > 1, words(Arg("batch_size", 1)), {"images": 1}),
+        ("int8" in device.quantized, words(Arg("quantize", "int8")), {"quantize": "int8"}),
+        (spec.tree.depth > 0, autoregressive, {"tree": DraftTree.root_only(), "neighbours": 0}),
+        (spec.guidance, words(Arg("cfg_scale", 1), "(no guidance)"), {"guidance": False}),
     ]
     for applies, name, change in changes:
-        other = replace(setup, **change)
+        other = setup.having(**change)
         if applies and peak(model, other) < peak(model, setup):
             setup = other
             yield name, peak(model, setup)
 
 
-def fit_report(model: ModelConfig, setup: Setup, device: DeviceMemory) -> list[str]:
-    """Whether it fits, and what would if it does not."""
-    memory, need = device.memory, peak(model, setup)
-    if memory is None:
-        return [device.where, "  try: --memory 24GB says whether it fits"]
+def fit_report(
+    model: ModelConfig, setup: Setup, device: DeviceMemory, memory: int
+) -> Iterator[Words]:
+    """Whether it fits into so many bytes, and what would if it does not."""
+    need = peak(model, setup)
     where = f"{amount(memory)} ({device.where})"
     if need <= memory:
         tight = need > TIGHT * memory
         but = ", but little is left for the device's own software" if tight else ""
         without = ", without the text encoder" if model.lacks_text else ""
-        return [f"fits in {where}{without}, {amount(memory - need)} left{but}"]
-    lines = [f"does not fit in {where}: {amount(need - memory)} too much"]
+        yield words(f"fits in {where}{without}, {amount(memory - need)} left{but}")
+        return
+    yield words(f"does not fit in {where}: {amount(need - memory)} too much")
+    first = True
     for name, less in remedies(model, setup, device):
-        word = "" if len(lines) == 1 else "and "
-        lines.append(f"  {word}{name}: {amount(less)}{', fits' if less <= memory else ''}")
-        if less <= memory:
-            return lines
-    return [*lines, "  nothing makes it fit: a smaller model, or a larger device"]
+        fits = ", fits" if less <= memory else ""
+        found = words(name, f": {amount(less)}{fits}")
+        yield found if first else words("and", found)
+        if fits:
+            return
+        first = False
+    yield words("nothing makes it fit: a smaller model, or a larger device")
 
 
 def check_room(
@@ -273,41 +269,37 @@ def check_room(
 
     A processor is not asked: weights that lie in files need not all be in memory.
     """
-    from lantern_hpu.backends.base import dtype_name
-
     backend = fit.backend
     free = backend.memory().free
     if free is None or backend.is_host:
         return
-    alone, dtype = DraftTree.root_only(), dtype_name(fit.dtype)
-    setup = Setup(dtype, 1, False, alone, options.keep_text, quantize=options.quantize)
+    spec = Spec(1, False, DraftTree.root_only())
+    setup = Setup(spec, dtype_name(fit.dtype), options.keep_text, options.quantize)
     need = peak(model, setup)
     if need <= free:
         return
     best, _ = backend.best_dtype(model.target.parameters)
     device = DeviceMemory(free, f"free on {backend.name}", best, backend.quantized)
-    why, *fitting = fit_report(model, setup, device)
-    hint = " ".join(line.strip() for line in fitting)
-    raise DeviceError(f"{name} needs {amount(need)}", why, hint)
-
-
-def setup_for(model: ModelConfig, spec: Spec, dtype: str) -> tuple[ModelConfig, Setup]:
-    """A batch of a spec to be counted."""
-    setup = Setup(dtype, spec.images, spec.guidance, spec.tree, neighbours=spec.neighbours)
-    return replace(model, target=spec.sizes(model.target)), setup
+    why, *fitting = fit_report(model, setup, device, free)
+    raise DeviceError(f"{name} needs {amount(need)}", why, words(*fitting))
 
 
 def engine_bytes(
-    engines: Sequence[tuple[ModelConfig, Setup]], records: bool = False, shared: bool = False
+    model: ModelConfig,
+    specs: Sequence[Spec],
+    dtype: str,
+    records: bool = False,
+    shared: bool = False,
 ) -> tuple[int, int]:
-    """What engines hold beside the weights, and what one of them at a time computes with.
+    """What engines of these specs hold beside the weights, and what one of them at a time computes with.
 
     Where it is recorded (`records`), each recording keeps its own memory, or all have one (`shared`).
     """
-    works = [dict(working(*engine)) for engine in engines]
+    setups = [Setup(spec, dtype) for spec in specs]
+    works = [dict(working(model, setup)) for setup in setups]
     pools = [work.pop(POOL) * records for work in works]
     pool = max(pools, default=0) if shared else sum(pools)
-    held = pool + sum(summed(state(*engine)) for engine in engines)
+    held = pool + sum(summed(state(model, setup)) for setup in setups)
     return held, max((sum(work.values()) for work in works), default=0)
 
 
@@ -315,12 +307,16 @@ def check_batch(model: ModelConfig, spec: Spec, backend: Backend, dtype: str) ->
     """Refuse, before it is allocated, a batch that the host has no memory for; cards say so themselves."""
 
     def need(images: int) -> int:
-        return sum(engine_bytes([setup_for(model, replace(spec, images=images), dtype)]))
+        return sum(engine_bytes(model, [replace(spec, images=images)], dtype))
 
     free = backend.memory().free
     if free is None or not backend.is_host or need(spec.images) <= free:
         return
     most = bisect_right(range(1, spec.images), free, key=need)
-    what = f"{spec.images} images at a time need {amount(need(spec.images))} beside the weights"
-    hint = f"--batch-size {most}, fits" if most else "--method ar, or a smaller tree"
+    what = f"{spec.images} images at a time need {amount(need(spec.images))} more than the weights"
+    hint = (
+        words(Arg("batch_size", most), ", fits")
+        if most
+        else words(Arg("method", "ar"), ", or a smaller tree")
+    )
     raise DeviceError(what, f"{amount(free)} are free on {backend.name}", hint)

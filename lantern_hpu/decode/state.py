@@ -51,7 +51,7 @@ class PrefillInput:
         if isinstance(spec.tree, Window):
             keys = int_zeros(device, a, config.tokens, ROUNDS)
         return cls(
-            slot=torch.arange(a, dtype=torch.int32, device=device),
+            slot=torch.arange(a, dtype=torch.int32).to(device),
             prefix=torch.zeros(r, config.prefix, config.dim, dtype=dtype, device=device),
             prefix_tokens=int_zeros(device, r, config.prefix),
             valid=torch.ones(r, s, dtype=torch.bool, device=device),
@@ -78,10 +78,10 @@ def float_zeros(device: torch.device, *shape: int) -> Tensor:
 
 def no_sampling(images: int, vocabulary: int, device: torch.device) -> SamplingParams:
     """No filter, for slots before the first admission: what runs there must stay finite."""
-    ones = float_zeros(device, images) + 1
-    everything = int_zeros(device, images) + vocabulary
-    greedy = int_zeros(device, images).bool()
-    return SamplingParams(ones, ones.clone(), everything, ones.clone(), greedy)
+    # No arithmetic: on `meta`, where memory is counted, it would load torch's compiler
+    ones = torch.ones(images, dtype=torch.float32, device=device)
+    every = torch.full((images,), vocabulary, dtype=torch.int32, device=device)
+    return SamplingParams(ones, ones.clone(), every, ones.clone(), int_zeros(device, images).bool())
 
 
 def no_bounds(images: int, spec: Spec, device: torch.device) -> Bounds | None:

@@ -1,11 +1,11 @@
-"""What a model is made of, in numbers: sizes, variants, and counts of parameters. Needs no torch."""
+"""What a model is made of: sizes and variants. Needs no torch, but to count parameters."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 # What a file may ask for before its weights are looked at
@@ -158,7 +158,7 @@ class TransformerConfig:
         """Whole rows of the picture that the first `known` tokens hold."""
         return min(max(known - self.preview_tokens, 0) // self.columns, self.grid[0])
 
-    @property
+    @cached_property
     def preview_grid(self) -> tuple[int, int]:
         """Rows and columns of the preview; zeros if there is none."""
         ratio = self.grid[0] / self.grid[1]
@@ -168,7 +168,7 @@ class TransformerConfig:
     def preview_tokens(self) -> int:
         return math.prod(self.preview_grid)
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """N, image tokens of one image, its preview included."""
         return self.preview_tokens + self.grid[0] * self.columns
@@ -198,53 +198,12 @@ class TransformerConfig:
     def kv_width(self) -> int:
         return self.kv * self.head_dim
 
-    @property
-    def block_matrices(self) -> tuple[tuple[int, int], ...]:
-        """Rows and columns of one layer's: queries to values, what mixes the heads, SwiGLU."""
-        return (
-            (self.width + 2 * self.kv_width, self.dim),
-            (self.dim, self.width),
-            (2 * self.ffn_dim, self.dim),
-            (self.dim, self.ffn_dim),
-        )
-
-    @property
-    def all_matrices(self) -> tuple[tuple[int, int, int], ...]:
-        """Of all layers: how many have a matrix, its rows and its columns."""
-        each = tuple((self.layers, *sizes) for sizes in self.block_matrices)
-        return each + tuple((self.word_layers, *sizes) for sizes in self.block_matrices[2:])
-
-    def block_parameters(self, input_norm: bool = True) -> int:
-        """Of one layer, for an image token."""
-        matrices = sum(rows * columns for rows, columns in self.block_matrices)
-        norms = 2 * (self.width + self.kv_width) if self.qk_norm else 0
-        bias = self.width + 2 * self.kv_width if self.qkv_bias else 0
-        before = (1 + input_norm) * self.input_norms
-        return matrices + (before + 2 * self.sandwich_norms) * self.dim + norms + bias
-
-    @property
-    def table_parameters(self) -> int:
-        """Of a table that looks up all tokens at the model's width, as a drafter's does."""
-        return (self.embed_rows or self.vocab_size) * self.dim
-
-    @property
-    def embedding_parameters(self) -> int:
-        if self.code_dim is None:
-            return self.table_parameters
-        return self.vocab_size * self.code_dim + (self.code_dim + 1 + self.dim + 1) * self.dim
-
-    @property
-    def head_parameters(self) -> int:
-        if self.head_hidden is None:  # a bias forbids spare codes
-            return self.vocab_size * (self.dim + (self.spare_codes > 0))
-        return (self.dim + 1) * self.head_hidden + (self.head_hidden + 1) * self.vocab_size
-
-    @property
+    @cached_property
     def parameters(self) -> int:
-        """Embedding, blocks, final norm, head."""
-        tables = self.embedding_parameters + self.head_parameters
-        words = self.word_layers * 3 * self.ffn_dim * self.dim
-        return tables + self.layers * self.block_parameters() + words + self.dim
+        """Numbers of a target of these sizes, as its modules have them."""
+        from lantern_hpu.models.model import count_numbers, empty_target  # loads torch
+
+        return count_numbers(empty_target(self))
 
 
 @dataclass(frozen=True)
@@ -271,16 +230,6 @@ class DrafterConfig:
         """The block's, with the target's `layers` left as it is."""
         changed = {name: getattr(self, name) for name in ("norm_eps", "ffn_dim", "qk_norm")}
         return replace(target, **{n: value for n, value in changed.items() if value is not None})
-
-    def parameters(self, target: TransformerConfig) -> int:
-        """Embedding, fc over [embedding, feature] with bias, block, what reads other layers."""
-        return target.table_parameters + self.own_parameters(target)
-
-    def own_parameters(self, target: TransformerConfig) -> int:
-        """Those that a pass reads: all but the embedding."""
-        fc = 2 * target.dim**2 + target.dim
-        aux = len(self.aux_layers) * (target.dim**2 + target.dim)
-        return fc + aux + self.sizes(target).block_parameters(self.input_norm)
 
     def as_json(self) -> dict[str, Any]:
         """As `model.json` holds it: what is usual is left out."""
@@ -324,52 +273,6 @@ class VQConfig:
     @property
     def downsample(self) -> int:
         return (4 if self.kind == "cosmos" else 1) << (len(self.multipliers) - 1)
-
-    @property
-    def parameters(self) -> int:
-        """Of decoder and codebook, and of the encoder where there is one."""
-        z, code, blocks = self.z_channels, self.code_dim, self.res_blocks
-        scaled = self.kind in ("video", "movq")  # norms by the codes
-        timed = self.kind == "cosmos"  # whose convolutions over space are followed by one over time
-        widths = [self.channels * m for m in self.multipliers]
-        coarsest = widths[-1]
-
-        def conv(a: int, b: int) -> int:
-            return _conv(a, b) + (_conv(b, b, 1) if timed else 0)
-
-        def norm(width: int) -> int:
-            return 2 * width + (2 * _conv(code, width, 1) if scaled else 0)
-
-        def res(a: int, b: int) -> int:
-            shortcut = _conv(a, b, 1) if a != b else 0
-            return norm(a) + norm(b) + conv(a, b) + conv(b, b) + shortcut
-
-        def half(inputs: int, first: int, widths: list[int], blocks: int, outputs: int) -> int:
-            """Of encoder or decoder: levels of these widths, and two blocks around an attention at the coarsest."""
-            attention = (1 + timed) * norm(coarsest) + (4 + 2 * timed) * _conv(
-                coarsest, coarsest, 1
-            )
-            levels = zip([first, *widths[:-1]], widths, strict=True)
-            total = sum(res(a, b) + (blocks - 1) * res(b, b) for a, b in levels)
-            total += sum(conv(width, width) for width in widths[:-1])  # changes of resolution
-            total += 2 * res(coarsest, coarsest) + (1 + self.attention * blocks) * attention
-            return total + conv(inputs, first) + norm(widths[-1]) + conv(widths[-1], outputs)
-
-        decoder = half(z, coarsest, widths[::-1], blocks + 1, 192 if timed else 3)
-        decoder += self.codebook_size * code
-        if timed:  # one of its levels doubles time
-            return decoder + _conv(code, z, 1) + _conv(widths[-2], widths[-2], 1)
-        if self.kind == "movq":
-            return decoder + _conv(code, z, 1)
-        if scaled:  # convolutions over three frames: two blocks of two, and two doublings of time
-            over_time = (27 * z + 1) * z
-            return decoder + blocks * 2 * (4 * z + over_time) + 2 * over_time + (3 * code + 1) * z
-        seen = widths[self.decoder_only :]
-        return decoder + half(3, seen[0], seen, blocks, z) + _conv(z, code, 1) + _conv(code, z, 1)
-
-
-def _conv(inputs: int, outputs: int, side: int = 3) -> int:
-    return (side**2 * inputs + 1) * outputs
 
 
 @dataclass(frozen=True)
@@ -439,16 +342,6 @@ class ConditionConfig:
     def __post_init__(self) -> None:
         check_types(self)
 
-    def parameters(self, target: TransformerConfig) -> int:
-        """Of what is stored with the target; the text encoder is not."""
-        if self.kind == "classes":
-            return (self.classes + 1) * target.dim  # one row for "no class"
-        if self.kind == "tokens":
-            return self.rows * target.dim
-        projection = (target.prefix + target.dim) * self.dim + target.dim**2
-        table = (len(self.words) + 2 + (self.positions or target.prefix)) * self.dim
-        return projection + (table if self.kind == "words" else 0)
-
     def as_json(self) -> dict[str, Any]:
         """As `model.json` holds it: what the kind has."""
         return {name: getattr(self, name) for name in ("kind", *KINDS[self.kind])}
@@ -501,13 +394,9 @@ class ModelConfig:
         """Whether there is a text encoder of unknown sizes."""
         return self.condition.kind == "t5" and self.text is None
 
-    @property
+    @cached_property
     def parameters(self) -> dict[str, int]:
-        """Numbers that each part holds; 0 where there is none."""
-        beside = self.condition.parameters(self.target) + self.target.codes * self.codebook
-        return {
-            "target": self.target.parameters + beside,
-            "drafter": self.drafter.parameters(self.target) if self.drafter else 0,
-            "vq": self.vq.parameters if self.vq else 0,
-            "text": self.text.parameters if self.text else 0,
-        }
+        """Numbers that each part holds, as its modules have them; 0 where there is none."""
+        from lantern_hpu.models.model import EmptyModel  # loads torch
+
+        return EmptyModel.of(self).parts() | {"text": self.text.parameters if self.text else 0}

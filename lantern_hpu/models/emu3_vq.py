@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lantern_hpu.errors import needing
 from lantern_hpu.models.config import VQConfig
-from lantern_hpu.models.vq import Codebook, Tokenizer
+from lantern_hpu.models.vq import Codebook, Decoder, Tokenizer
 
 
 class Emu3VQ(Tokenizer):
@@ -76,3 +76,19 @@ class MoVQ(Emu3VQ):
 
     def frames(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
         return self.post_quant_conv(vectors), vectors
+
+
+def count_decoder(config: VQConfig) -> int:
+    """Numbers of an `Emu3VQ` or `MoVQ`, counted without transformers, which takes seconds to load.
+
+    They are those of our own decoder, of norms that the codes scale, and of Emu3's convolutions over time.
+    """
+    decoder, z, code = Decoder(config), config.z_channels, config.code_dim
+    norms = [module for module in decoder.modules() if isinstance(module, nn.GroupNorm)]
+    scales = 2 * (code + 1) * sum(norm.num_channels for norm in norms)
+    total = sum(p.numel() for p in decoder.parameters())
+    total += scales + config.codebook_size * code + (code + 1) * z
+    if config.kind == "movq":
+        return total
+    over_time = (27 * z + 1) * z  # over three frames
+    return total + 2 * code * z + config.res_blocks * 2 * (4 * z + over_time) + 2 * over_time

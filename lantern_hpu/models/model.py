@@ -10,7 +10,9 @@ import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,10 +22,11 @@ from torch import Tensor, nn
 from lantern_hpu.core import Request, Sampling
 from lantern_hpu.errors import Arg, OptionError, OutputError, WeightsError, needing, words
 from lantern_hpu.files import check_content, check_regular, own_cache, write_file
-from lantern_hpu.models.config import ModelConfig, TransformerConfig
+from lantern_hpu.models.config import ModelConfig, TransformerConfig, VQConfig
 from lantern_hpu.models.cosmos_vq import CosmosVQ
-from lantern_hpu.models.emu3_vq import Emu3VQ, MoVQ
-from lantern_hpu.models.text.prefix import Conditioner
+from lantern_hpu.models.emu3_vq import Emu3VQ, MoVQ, count_decoder
+from lantern_hpu.models.files.checkpoint import shapes_only
+from lantern_hpu.models.text.prefix import Conditioner, condition_modules
 from lantern_hpu.models.transformer import Drafter, Target
 from lantern_hpu.models.vq import Tokenizer, VQModel
 from lantern_hpu.ops.buffers import ToDevice, to_device
@@ -48,6 +51,78 @@ class Placement:
 
 
 TOKENIZERS = {"image": VQModel, "video": Emu3VQ, "movq": MoVQ, "cosmos": CosmosVQ}  # of pictures
+
+
+def count_numbers(*modules: nn.Module | None) -> int:
+    """Of the parameters of modules."""
+    return sum(p.numel() for module in modules if module for p in module.parameters())
+
+
+def empty_target(config: TransformerConfig) -> Target:
+    with shapes_only():
+        return Target(config)
+
+
+def count_tokenizer(config: VQConfig | None) -> int:
+    """Numbers of an image tokenizer."""
+    if config is None:
+        return 0
+    kind = TOKENIZERS[config.kind]
+    with shapes_only():
+        return count_decoder(config) if issubclass(kind, Emu3VQ) else count_numbers(kind(config))
+
+
+@dataclass(frozen=True)
+class EmptyModel:
+    """The modules of a model as they are before its weights are read: what it takes is counted on them."""
+
+    config: ModelConfig
+    target: Target
+    drafter: Drafter | None
+    stored: dict[str, Any]  # modules of the condition
+
+    @classmethod
+    @lru_cache(64)
+    def of(cls, config: ModelConfig) -> EmptyModel:
+        drafter = None
+        with shapes_only():
+            if config.drafter is not None:
+                drafter = Drafter(config.target, config.drafter)
+            stored = condition_modules(config.condition, config.target)
+        return cls(config, empty_target(config.target), drafter, stored)
+
+    def parts(self) -> dict[str, int]:
+        """Numbers of what is stored together, but for the text encoder."""
+        vectors = self.config.target.codes * self.config.codebook
+        return {
+            "target": count_numbers(self.target, *self.stored.values()) + vectors,
+            "drafter": count_numbers(self.drafter),
+            "vq": count_tokenizer(self.config.vq),
+        }
+
+    @property
+    def body(self) -> int:
+        """Numbers that an image token is multiplied with, but for the head."""
+        layers: Any = self.target.layers
+        return count_numbers(layers) - count_numbers(*(layer.word_ffn for layer in layers))
+
+    @property
+    def head(self) -> int:
+        """Numbers of the head."""
+        return count_numbers(self.target.head)
+
+    @property
+    def drafting(self) -> int:
+        """Numbers that a pass of the drafter reads: all but its embedding."""
+        if self.drafter is None:
+            return 0
+        return count_numbers(self.drafter) - count_numbers(self.drafter.embed)
+
+    @property
+    def matrices(self) -> list[Tensor]:
+        """Of all layers: those that may be kept in a smaller format."""
+        modules = self.target.layers.modules()
+        return [module.weight for module in modules if isinstance(module, nn.Linear)]
 
 
 def of_size(config: TransformerConfig, size: tuple[int, int], name: str) -> TransformerConfig:

@@ -1,36 +1,29 @@
-"""What drawing with a model takes on a device: which model, which device, and the table of both."""
+"""What drawing with a model takes on a device: which model, which device, and how the model runs there."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import cache
+from typing import NamedTuple
 
-from lantern_hpu.backends import BACKENDS, get_backend, prepare
+from lantern_hpu.backends import BACKENDS, BYTES, get_backend, prepare
+from lantern_hpu.backends.base import Backend
 from lantern_hpu.decode.memory import (
     DeviceMemory,
     Setup,
-    engine_bytes,
-    largest_phase,
-    phases,
-    summed,
-    text_weights,
-    weights,
 )
-from lantern_hpu.decode.spec import capacity, rounded_up
-from lantern_hpu.errors import DeviceError, OptionError, choices, require
-from lantern_hpu.files import amount
+from lantern_hpu.decode.spec import Spec, rounded_up
+from lantern_hpu.errors import Arg, DeviceError, OptionError, choices, require, words
+from lantern_hpu.files import ASSETS, reading
 from lantern_hpu.methods.setting import AUTO, ResolveContext, Setting
 from lantern_hpu.methods.setting import resolve as resolve_setting
 from lantern_hpu.models.config import ModelConfig
+from lantern_hpu.models.files.load import open_model
 from lantern_hpu.models.files.names import CONFIG, Given, Parts, given_path, read_config, with_text
 from lantern_hpu.zoo.find import find_parts, locate_model
 from lantern_hpu.zoo.registry import get
-
-if TYPE_CHECKING:
-    from lantern_hpu.backends.base import Backend
 
 
 @dataclass(frozen=True)
@@ -55,12 +48,36 @@ def planned_config(parts: Parts) -> ModelConfig:
     """Of local files; a folder of ours describes itself, for all else checkpoints are opened."""
     if (parts.target / CONFIG).is_file() and parts.vq is None and parts.drafter is None:
         return with_text(read_config(parts.target)[1], parts.text)
-    from lantern_hpu.models.files.load import open_model  # loads torch
-
     return open_model(parts).config
 
 
 # ------------------------------------------------------------------------------------ devices
+
+
+class Accelerator(NamedTuple):
+    """A card of which figures are known.
+
+    Attributes:
+        device: what runs it. memory: in bytes; None: that of the machine.
+        bandwidth, rate: bytes and operations a second. source: of these figures.
+        measured: reports in benchmarks/results by model, whose steps were measured on it.
+    """
+
+    name: str
+    title: str
+    device: str
+    memory: float | None
+    bandwidth: float
+    rate: float
+    source: str
+    measured: dict[str, str] = {}
+
+
+@cache
+def accelerators() -> dict[str, Accelerator]:
+    """The known ones by name."""
+    with reading(ASSETS / "accelerators.json", "install the package again") as data:
+        return {each["name"]: Accelerator(**each) for each in data["accelerators"]}
 
 
 def parse_memory(text: str) -> int:
@@ -74,16 +91,24 @@ def parse_memory(text: str) -> int:
 
 
 def find_device(device: str, memory: str | None, parameters: int) -> DeviceMemory:
-    """A device by name, to run a model of so many parameters; `NAME:24GB` says how much it has, else it is asked, which
-    loads torch."""
+    """A device or card by name, to run a model of so many parameters; `NAME:24GB` says how much memory it has."""
     name, _, amount = device.partition(":")
     text = memory or amount
     given = parse_memory(text) if text else None
-    if given and name not in BACKENDS:
-        return DeviceMemory(given, "as given")
+    card, where = accelerators().get(name), "as given"
+    if card is not None and card.memory and not given:
+        given, where = int(card.memory), card.title
+    if card is not None:
+        name = card.device
+    if name not in BACKENDS:
+        if given:
+            return DeviceMemory(given, where)
+        known = dict.fromkeys(["auto", *BACKENDS, *accelerators()])
+        if name not in known:
+            raise DeviceError(f"unknown device {name!r}", hint=choices(known, name))
     prepare(name)
     if given:
-        return described(BACKENDS[name].load(), given, "as given", parameters)
+        return described(BACKENDS[name].load(), given, where, parameters)
     try:
         backend = get_backend(name)
         result, where = backend.memory().total, f"device {backend.name}"
@@ -106,118 +131,46 @@ def described(backend: Backend, memory: int | None, where: str, parameters: int)
         is_host=backend.is_host,
         drafting=backend.drafting_defaults(parameters),
         shares_pool=backend.shares_pool,
+        name=backend.name,
     )
 
 
 def setup_of(
     model: Counted,
     device: DeviceMemory,
-    dtype: str,
-    method: str | None,
-    tree: str | None,
-    **how: Any,
+    dtype: str = "auto",
+    method: str | None = None,
+    tree: str | None = None,
+    *,
+    batch_size: int = 1,
+    guidance: bool | None = None,
+    quantize: str | None = None,
+    keep_text: str = "host",
 ) -> Setup:
-    """What the options mean for a model on a device; `how` is the rest that `Setup` has, such as `batch_size`."""
-    if how["quantize"] not in (None, *device.quantized):
-        hint = choices(device.quantized) if device.quantized else "--dtype bfloat16"
-        raise DeviceError(f"this device does not offer {how['quantize']!r} weights", hint=hint)
+    """What the options mean for a model on a device; `guidance` is the model's own if it is not given."""
+    require(dtype in ("auto", *BYTES), "dtype", dtype, ", ".join(BYTES))
+    require(batch_size > 0, "batch_size", batch_size, "1 or more")
+    if quantize not in (None, *device.quantized):
+        hint = choices(device.quantized) if device.quantized else words(Arg("dtype", "bfloat16"))
+        raise DeviceError(f"this device does not offer {quantize!r} weights", hint=hint)
     target = model.config.target
     context = ResolveContext(
         target.codes,
         target.tokens,
         has_drafter=model.config.drafter is not None,
         defaults=device.drafting,
-        images=how["batch_size"],
+        images=batch_size,
     )
     setting = resolve_setting(Setting.of(method or AUTO, tree=tree), context)
     # The published residual looks one neighbour further; a code has one neighbour less than there are codes.
     k = setting.relaxation.k
     most = min(rounded_up(k + 1), target.codes - 1) if setting.relaxation.lends else 0
+    guided = model.guided if guidance is None else guidance
     return Setup(
-        dtype=device.dtype if dtype == "auto" else dtype,
-        tree=setting.tree,
-        neighbours=most,
-        is_host=device.is_host,
-        loads_drafter=model.loads_drafter,
-        **how,
+        Spec(batch_size, guided, setting.tree, neighbours=most),
+        device.dtype if dtype == "auto" else dtype,
+        keep_text,
+        quantize,
+        device.is_host,
+        model.loads_drafter,
     )
-
-
-def plan_report(name: str, model: ModelConfig, setup: Setup) -> str:
-    """The table of the phase that needs most, with its total and those of the others."""
-    phase, rows = largest_phase(model, setup)
-    guided = "with guidance" if setup.guidance else "without guidance"
-    images = f"{setup.batch_size} image{'s' * (setup.batch_size > 1)} at a time"
-    positions = capacity(model.target, setup.tree)
-    dtype = f"{setup.dtype}, {setup.quantize} blocks" if setup.quantize else setup.dtype
-    head = (
-        f"{name}, {dtype}, {images}, {guided}, tree {setup.tree.name}, {positions} positions a row"
-    )
-    sums = [(f"total while {phase}", summed(rows))]
-    sums += [(f"(while {p}", summed(r)) for p, r in phases(model, setup).items() if p != phase]
-    width = max(len(label) for label, _ in rows + sums)
-    lines = [f"  {label:<{width}}  {amount(count):>9}" for label, count in rows + sums]
-    lines = [line + ")" * line.startswith("  (") for line in lines]
-    if model.lacks_text:
-        lines.append("  the text encoder is not here and not counted: --text-encoder FOLDER")
-    return "\n".join([head, *lines])
-
-
-def facts(model: ModelConfig, setup: Setup, device: DeviceMemory) -> dict[str, Any]:
-    """What the report says, for programs; `fits` is None where that is unknown."""
-    phase, rows = largest_phase(model, setup)
-    need, memory, unknown = summed(rows), device.memory, model.lacks_text
-    fits = None if memory is None or (unknown and need <= memory) else need <= memory
-    return {
-        "phase": phase,
-        "bytes": dict(rows),
-        "total": need,
-        "phases": {name: summed(result) for name, result in phases(model, setup).items()},
-        "not_counted": ["text encoder weights"] if unknown else [],
-        "memory": memory,
-        "memory_from": device.where,
-        "fits": fits,
-    }
-
-
-def serve_report(
-    name: str,
-    model: Counted,
-    device: DeviceMemory,
-    setup: Setup,
-    methods: Sequence[str],
-    slots: int,
-) -> list[str]:
-    """What a server needs, and what would fit: each method has an engine of all slots and one of a single slot."""
-    require(1 <= slots <= 256, "slots", slots, "1 to 256")
-    how = {"guidance": setup.guidance, "quantize": setup.quantize, "keep_text": setup.keep_text}
-
-    def need(methods: Sequence[str], slots: int) -> int:
-        engines = {
-            (each.tree, size): (model.config, each)
-            for size in (1, slots)
-            for method in methods
-            for each in [setup_of(model, device, setup.dtype, method, None, batch_size=size, **how)]
-        }
-        text = text_weights(model.config, setup) if setup.text_stays else []
-        alone = summed(weights(model.config, setup) + text)
-        return alone + sum(
-            engine_bytes([*engines.values()], not device.is_host, device.shares_pool)
-        )
-
-    memory, whole = device.memory, need(methods, slots)
-    lines = [f"{name}, {', '.join(methods)} served with {slots} slots: {amount(whole)}"]
-    if memory is None:
-        return [*lines, device.where, "  try: --memory 24GB says whether it fits"]
-    where = f"{amount(memory)} ({device.where})"
-    if whole <= memory:
-        return [*lines, f"fits in {where}, {amount(memory - whole)} left"]
-    fewer = [methods[:n] for n in range(len(methods) - 1, 0, -1)]
-    changes: list[list[tuple[str, Sequence[str], int]]] = [
-        [(f"--slots {n}", methods, n) for n in range(slots - 1, 0, -1)],
-        [(f"--methods {','.join(some)}", some, slots) for some in fewer],
-    ]
-    fitting = [next((c for c in tried if need(c[1], c[2]) <= memory), None) for tried in changes]
-    said = [f"  {c[0]}: {amount(need(c[1], c[2]))}, fits" for c in fitting if c]
-    lines.append(f"does not fit in {where}: {amount(whole - memory)} too much")
-    return [*lines, *(said or ["  neither fewer slots nor fewer methods make it fit"])]

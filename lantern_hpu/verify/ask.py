@@ -19,7 +19,8 @@ from lantern_hpu.bench.cases import BenchRequest
 from lantern_hpu.bench.run_bench import open_pipeline, run_bench
 from lantern_hpu.core import Request, RunStats
 from lantern_hpu.decode.engine import Engine, GraphReport
-from lantern_hpu.decode.memory import DeviceMemory, Setup, largest_phase, summed
+from lantern_hpu.decode.memory import DeviceMemory
+from lantern_hpu.decode.memory import peak as planned_peak
 from lantern_hpu.decode.state import DecodeState
 from lantern_hpu.errors import LanternError
 from lantern_hpu.methods.setting import Setting
@@ -254,11 +255,8 @@ class Asked:
         """Bytes at the peak, and those that `plan` counts."""
         peak, backend = pipeline.backend.memory().peak, pipeline.backend
         counted = DeviceMemory(None, "", "float32", (), backend.is_host)
-        how = {"batch_size": 1, "guidance": True, "quantize": None, "keep_text": "host"}
-        setup: Setup = setup_of(
-            Counted(pipeline.model.config), counted, "float32", method, None, **how
-        )
-        planned = summed(largest_phase(pipeline.model.config, setup)[1])
+        model = Counted(pipeline.model.config)
+        planned = planned_peak(model.config, setup_of(model, counted, method=method))
         return {"peak bytes": peak, "planned bytes": planned}
 
     def cuts(self, item: str) -> Answer:

@@ -260,7 +260,6 @@ def memory_of(name: str, device: str, images: int) -> str:
     from lantern_hpu.plan.requirements import find_model, setup_of
 
     model = find_model(name, Given())
-    how = {"batch_size": images, "guidance": model.guided, "quantize": None, "keep_text": "host"}
     where = DeviceMemory(None, "a table", is_host=device == "cpu")
-    setup = setup_of(model, where, "bfloat16", None, None, **how)
+    setup = setup_of(model, where, "bfloat16", batch_size=images)
     return amount(peak(model.config, setup))

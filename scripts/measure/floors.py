@@ -9,11 +9,9 @@ trees of three sizes, drafting included. `lantern_hpu.bench.measure.floor` count
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
-from typing import Any
 
 from lantern_hpu.bench.measure import Rates, StepPasses, floor
+from lantern_hpu.plan.requirements import accelerators
 from lantern_hpu.results.tables import markdown
 from lantern_hpu.tree import DraftTree, load_static
 from lantern_hpu.zoo.registry import entries
@@ -24,21 +22,15 @@ BATCHES = (1, 4, 16)
 TREES = (DraftTree.root_only(), *map(load_static, ("chain", "mc_sim_7b_63", "naive_extend_57")))
 
 
-def accelerators() -> dict[str, dict[str, Any]]:
-    """The known accelerators by name: their published peaks, and the source."""
-    listed = json.loads((Path(__file__).parent / "accelerators.json").read_text())["accelerators"]
-    return {values["name"]: values for values in listed}
-
-
 def table(name: str) -> str:
     """Milliseconds of a step on each card; those that arithmetic bounds, not bandwidth, are starred."""
-    model, known, lines = entries()[name].config, accelerators(), []
+    model, known, lines = entries()[name].config, accelerators(), list[list[str]]()
     for card in (known[name] for name in CARDS):
-        rates = Rates(card["bandwidth"], card["rate"])
+        rates = Rates(card.bandwidth, card.rate)
         for images in BATCHES:
             each = [floor(model, StepPasses.of(tree), 2 * images, rates) for tree in TREES]
             cells = [f"{1000 * f.step:.2f}{'*' * (f.bound == 'arithmetic')}" for f in each]
-            lines.append([card["title"], str(images), *cells])
+            lines.append([card.title, str(images), *cells])
     head = ["card", "images", "ar", *(f"{tree.name}, {tree.size} nodes" for tree in TREES[1:])]
     return markdown(head, lines)
 

@@ -52,10 +52,9 @@ from lantern_hpu.models.model import (
 from lantern_hpu.models.text.frames import FRAMES
 from lantern_hpu.models.text.prefix import (
     CaptionConditioner,
-    CaptionProjection,
     ClassConditioner,
     Conditioner,
-    WordConditioner,
+    condition_modules,
 )
 from lantern_hpu.models.text.t5 import T5Conditioner
 from lantern_hpu.models.text.tokens import TokenConditioner, load_tokenizer, splitter
@@ -286,22 +285,20 @@ def make_condition(
     Args:
         folder: of the tokenizer.
     """
-    dim, prefix, up = target.config.dim, target.config.prefix, placement.to_device
+    up = placement.to_device
+    with shapes_only():
+        stored = condition_modules(config, target.config, up)
     if config.kind == "tokens":
         tokenizer = load_tokenizer(folder, FRAMES[config.frame].tokenizer)
         words, vocabulary = splitter(tokenizer), tokenizer.get_vocab()
         frame = FRAMES[config.frame](words, vocabulary, target.config, folder)
-        with shapes_only():
-            word_table = nn.Embedding(config.rows, dim) if config.rows else None
-        return TokenConditioner(tokenizer, frame, target.embed, word_table, up)
-    with shapes_only():
-        if config.kind == "classes":
-            return ClassConditioner(nn.Embedding(config.classes + 1, dim), up)
-        projection = CaptionProjection(config.dim, dim, prefix)
-        if config.kind == "words":
-            words = WordConditioner(config.words, config.dim, prefix, up, config.positions)
-            return CaptionConditioner(words, projection)
-    return CaptionConditioner(text_encoder(config, prefix, placement), projection)
+        return TokenConditioner(tokenizer, frame, target.embed, stored.get("words"), up)
+    if config.kind == "classes":
+        return ClassConditioner(stored["classes"], up)
+    if config.kind == "words":
+        return CaptionConditioner(stored["words"], stored["condition"])
+    text = text_encoder(config, target.config.prefix, placement)
+    return CaptionConditioner(text, stored["condition"])
 
 
 def text_encoder(config: ConditionConfig, prefix: int, placement: Placement) -> T5Conditioner:

@@ -121,8 +121,6 @@ def read_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
     """`model.json` of a folder whose files are all there, and its sizes."""
     with reading(folder / CONFIG) as about:
         config = ModelConfig.from_json(about)
-        if min(config.target.parameters, *config.target.grid) <= 0:
-            raise ValueError("its sizes are not above 0")
         if not isinstance(about["files"], dict):
             raise ValueError("its files have no checksums")
         missing = [name for name in about["files"] if not file_in(folder, name).is_file()]

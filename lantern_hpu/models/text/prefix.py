@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from difflib import get_close_matches
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lantern_hpu.errors import OptionError
 from lantern_hpu.files import ASSETS
-from lantern_hpu.models.config import TransformerConfig
+from lantern_hpu.models.config import ConditionConfig, TransformerConfig
 from lantern_hpu.ops.buffers import ToDevice, to_device
 
 ARTICLES = frozenset({"a", "an", "the"})
@@ -265,3 +265,20 @@ class ClassConditioner(Conditioner):
 
     def parts(self) -> dict[str, nn.Module]:
         return {"classes": self.table}
+
+
+def condition_modules(
+    config: ConditionConfig, target: TransformerConfig, to_device: ToDevice = to_device
+) -> dict[str, Any]:
+    """What is stored with the target, by the names it is stored under, still to be filled."""
+    dim, prefix = target.dim, target.prefix
+    if config.kind == "classes":
+        return {"classes": nn.Embedding(config.classes + 1, dim)}
+    if config.kind == "tokens":
+        return {"words": nn.Embedding(config.rows, dim)} if config.rows else {}
+    result: dict[str, Any] = {"condition": CaptionProjection(config.dim, dim, prefix)}
+    if config.kind == "words":
+        positions = config.positions
+        words = WordConditioner(config.words, config.dim, prefix, to_device, positions)
+        result["words"] = words
+    return result
