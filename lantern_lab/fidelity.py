@@ -27,8 +27,9 @@ import torch
 from torch import Tensor
 
 from lantern_hpu.core import Request
-from lantern_hpu.decode.accept import Acceptance, Blend, Bounds, Node
+from lantern_hpu.decode.accept import Acceptance, Blend, Node
 from lantern_hpu.decode.engine import StepTrace
+from lantern_hpu.decode.state import Bounds
 from lantern_hpu.errors import OptionError
 from lantern_hpu.methods.relaxation import Relaxation
 from lantern_hpu.methods.request import in_turn

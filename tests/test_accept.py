@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lantern_hpu.decode.accept import Acceptance, Bounds, Clusters, Node, Verdict, descending
+from lantern_hpu.decode.accept import Acceptance, Clusters, Node, Verdict, descending
+from lantern_hpu.decode.common import Drafts, StaticTables
 from lantern_hpu.decode.spec import Spec
-from lantern_hpu.decode.tree_tables import Drafts, StaticTables
+from lantern_hpu.decode.state import Bounds
 from lantern_hpu.errors import OptionError
 from lantern_hpu.methods.relaxation import Residual
 from lantern_hpu.ops.sampling import sample_distinct

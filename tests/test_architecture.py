@@ -45,7 +45,7 @@ RANK = {room: i for i, layer in enumerate(LAYERS) for room in layer}
 # Whatever runs inside a recording
 CAPTURED = (
     *("ops/*.py", "models/transformer.py", "decode/drafting/*.py"),
-    *(f"decode/{n}.py" for n in "accept positions sampler scheduled step tree_tables".split()),
+    *(f"decode/{n}.py" for n in "accept common scheduled step".split()),
 )
 DEVICES = {"cpu", "cuda", "hpu", "mps", "xpu"}
 HOST_READS = {"item", "tolist", "cpu", "numpy", "nonzero", "unique", "masked_select"}

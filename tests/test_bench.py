@@ -41,6 +41,7 @@ from lantern_hpu.commands import bench, options
 from lantern_hpu.core import Request, RunStats
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.errors import DeviceError, OptionError
+from lantern_hpu.methods import tuned_trees
 from lantern_hpu.methods.relaxation import PRESETS
 from lantern_hpu.methods.setting import METHODS, Setting, with_short_forms
 from lantern_hpu.models.config import ConditionConfig, DrafterConfig, ModelConfig, TransformerConfig

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from lantern_hpu.core import Request
-from lantern_hpu.decode.accept import Acceptance, Bounds
+from lantern_hpu.decode.accept import Acceptance
 from lantern_hpu.decode.spec import Spec
+from lantern_hpu.decode.state import Bounds
 from lantern_hpu.methods.relaxation import (
     EXACT,
     Additive,

@@ -29,6 +29,7 @@ from safetensors.torch import load_file, save_file
 from lantern_hpu.commands import generate, pixels
 from lantern_hpu.errors import LanternError, OptionError, OutputError, WeightsError, exit_code
 from lantern_hpu.files import check_free, own_cache, sha256, write_file
+from lantern_hpu.methods import tuned_trees
 from lantern_hpu.models.config import (
     ConditionConfig,
     DrafterConfig,
@@ -40,7 +41,6 @@ from lantern_hpu.models.files.load import open_model
 from lantern_hpu.models.files.names import Given
 from lantern_hpu.models.model import Placement, cached_nearest, nearest_codes, read_table
 from lantern_hpu.results.images import METADATA, read_saved_tokens
-from lantern_hpu.tree import tuned_trees
 from lantern_hpu.zoo.find import find_parts
 
 HOSTILE: tuple[Any, ...] = (

@@ -27,9 +27,10 @@ from lantern_hpu.backends import BACKENDS
 from lantern_hpu.backends.candidates import Candidate
 from lantern_hpu.backends.cuda.backend import CUDABackend
 from lantern_hpu.backends.cuda.kernels import checks, triton_kernels
-from lantern_hpu.decode.accept import Acceptance, Bounds, Verdict
+from lantern_hpu.decode.accept import Acceptance, Verdict
+from lantern_hpu.decode.common import Drafts, StaticTables
 from lantern_hpu.decode.spec import Spec
-from lantern_hpu.decode.tree_tables import Drafts, StaticTables
+from lantern_hpu.decode.state import Bounds
 from lantern_hpu.graphs.strict import check_rules
 from lantern_hpu.methods.relaxation import Multiplicative
 from lantern_hpu.models.transformer import Target, rope_table

@@ -29,7 +29,7 @@ from lantern_hpu.backends import get_backend
 from lantern_hpu.backends.base import Fit
 from lantern_hpu.commands import convert, generate
 from lantern_hpu.core import Request, Sampling
-from lantern_hpu.decode.sampler import sampling_params
+from lantern_hpu.decode.common import sampling_params
 from lantern_hpu.errors import OptionError, WeightsError
 from lantern_hpu.methods.setting import Setting
 from lantern_hpu.models.config import DrafterConfig

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lantern_hpu.decode.common import Drafts, StaticTables
 from lantern_hpu.decode.drafting.eagle import EagleDrafting
-from lantern_hpu.decode.tree_tables import Drafts, StaticTables
 from lantern_hpu.models.config import VQConfig
 from lantern_hpu.models.transformer import HeadNorm, Target, rope_table
 from lantern_hpu.models.vq import VQModel

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lantern_hpu.decode.common import Drafts, StaticTables
 from lantern_hpu.decode.drafting.eagle import DynamicDrafting
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.decode.state import DecodeState
-from lantern_hpu.decode.tree_tables import Drafts, StaticTables
 from lantern_hpu.ops.kv_cache import KVCache, LayerCache
 from lantern_hpu.tree import DynamicTree, load_static
 from tests.reference import dynamic_tree

@@ -24,11 +24,11 @@ from lantern_hpu import LanternError, LanternPipeline
 from lantern_hpu.commands.generate import main as generate
 from lantern_hpu.commands.train import main
 from lantern_hpu.core import Request, Sampling
-from lantern_hpu.decode.acceptance_counts import profile
 from lantern_hpu.errors import OptionError, WeightsError
 from lantern_hpu.methods.setting import Resolved
 from lantern_hpu.models.transformer import Drafter
 from lantern_hpu.train import wiring
+from lantern_hpu.train.acceptance_counts import profile
 from lantern_hpu.train.drafter_training import DrafterTraining, begin, chain
 from lantern_hpu.train.unroll import Lesson, Unrolled, draw_samples, read_encoded, split
 from lantern_hpu.tree import DraftTree

@@ -20,14 +20,15 @@ from lantern_hpu import cli
 from lantern_hpu.commands import generate
 from lantern_hpu.commands import tune as command
 from lantern_hpu.core import RunStats
-from lantern_hpu.decode.acceptance_counts import KINDS, ChildCounts
 from lantern_hpu.errors import LanternError, OptionError, TreeError
+from lantern_hpu.methods import tuned_trees
 from lantern_hpu.methods.relaxation import EXACT, Multiplicative
 from lantern_hpu.methods.setting import Resolved
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import read_png
 from lantern_hpu.results.progress import ProgressBar
-from lantern_hpu.tree import DraftTree, load_static, tuned_trees
+from lantern_hpu.train.acceptance_counts import KINDS, ChildCounts
+from lantern_hpu.tree import DraftTree, load_static
 from lantern_hpu.tune import result, tuner
 from lantern_hpu.tune.options import TuneOptions, read_profile
 from lantern_hpu.tune.result import Figures, TunedRow, TuningResult, fastest_text, tuning_table

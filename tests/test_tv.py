@@ -12,8 +12,9 @@ from PIL import Image
 from torch import Tensor
 
 from lantern_hpu.core import Request
-from lantern_hpu.decode.accept import Acceptance, Bounds
+from lantern_hpu.decode.accept import Acceptance
 from lantern_hpu.decode.spec import Spec
+from lantern_hpu.decode.state import Bounds
 from lantern_hpu.errors import OptionError
 from lantern_hpu.methods.relaxation import EXACT, PRESETS, Blended, read_relaxation
 from lantern_hpu.methods.setting import Setting

@@ -17,10 +17,12 @@ from PIL import Image
 from lantern_hpu.commands import generate, tune
 from lantern_hpu.core import Request
 from lantern_hpu.decode import spec
-from lantern_hpu.decode.accept import Acceptance, Bounds
+from lantern_hpu.decode.accept import Acceptance
+from lantern_hpu.decode.common import Drafts, StaticTables
 from lantern_hpu.decode.spec import Spec
-from lantern_hpu.decode.tree_tables import Drafts, StaticTables
+from lantern_hpu.decode.state import Bounds
 from lantern_hpu.errors import OptionError
+from lantern_hpu.methods import tuned_trees
 from lantern_hpu.methods.relaxation import (
     EXACT,
     Annealed,
@@ -34,7 +36,7 @@ from lantern_hpu.ops.sampling import FACTORS, noise_keys, race_noise, sample_dis
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import read_png
 from lantern_hpu.serve.calls import is_served
-from lantern_hpu.tree import DraftTree, Window, load_static, load_tree, tuned_trees
+from lantern_hpu.tree import DraftTree, Window, load_static, load_tree
 from scripts.measure.windows import main as windows_script
 from scripts.measure.windows import permutation, stale_probs
 from tests.marks import mostly_slow

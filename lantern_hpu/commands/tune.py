@@ -33,10 +33,10 @@ from lantern_hpu.commands.options import (
 )
 from lantern_hpu.errors import Arg, DeviceError, OptionError, exit_code, needing, words
 from lantern_hpu.files import check_free, write_file
+from lantern_hpu.methods import tuned_trees
 from lantern_hpu.methods.setting import METHODS, Setting
 from lantern_hpu.models.files.names import Given
 from lantern_hpu.results.prompts import read_prompts
-from lantern_hpu.tree import tuned_trees
 from lantern_hpu.tune.options import LARGE, TuneOptions, check_profile, read_profile
 
 if TYPE_CHECKING:

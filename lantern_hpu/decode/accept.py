@@ -25,18 +25,17 @@ Relaxed by clusters (GSD, arXiv 2508.07747): x is accepted with the chance of it
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from lantern_hpu.decode.common import Drafts, TreeTables, rows_at
 from lantern_hpu.decode.spec import Spec
-from lantern_hpu.decode.tree_tables import Drafts, TreeTables, rows_at
+from lantern_hpu.decode.state import Bounds
 from lantern_hpu.errors import OptionError
-from lantern_hpu.methods.relaxation import Relaxation, Residual
+from lantern_hpu.methods.relaxation import Residual
 from lantern_hpu.ops.buffers import arange32, constant
 from lantern_hpu.ops.kernels import Walk
 from lantern_hpu.ops.sampling import gather, gather_rows, topk_tokens
@@ -44,40 +43,6 @@ from lantern_hpu.tree import Window
 
 TINY = torch.finfo(torch.float32).tiny
 MOST_CODES = 46_340  # whose square fits int32
-
-
-@dataclass
-class Bounds:
-    """How far acceptance is relaxed, one value per image; k = 0, weight = 1 and no clusters are exact."""
-
-    k: Tensor  # [B] int32, neighbours that may lend their mass
-    delta: Tensor  # [B] float32, additive bound (0 under other rules)
-    factor: Tensor  # [B] float32, lambda - 1 (0 under other rules)
-    weight: Tensor  # [B, D] float32, w at each depth (1 under other rules)
-    # [B, 3] float32, what keeps clusters small (0 under other rules); None where no image has any
-    limits: Tensor | None = None
-    # [B] float32, total variation of a token (0 under other rules); None as above
-    tv: Tensor | None = None
-    budget: Tensor | None = None  # [B] float32, what is left of it for the tokens to come
-
-    @classmethod
-    def of(
-        cls, relaxations: Sequence[Relaxation], depth: int, device: torch.device | None = None
-    ) -> Bounds:
-        """One of each image, for trees so deep."""
-
-        def each(values: Iterable[Any], dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.tensor(list(values), dtype=dtype, device=device)
-
-        return cls(
-            each((r.k for r in relaxations), torch.int32),
-            each(r.delta for r in relaxations),
-            each(r.factor for r in relaxations),
-            each(r.weights(depth) for r in relaxations),
-            each(r.limits for r in relaxations),
-            each(r.tv for r in relaxations),
-            each(math.inf if r.budget is None else r.budget for r in relaxations),
-        )
 
 
 @dataclass

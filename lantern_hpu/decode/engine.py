@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lantern_hpu.backends.base import Fit, dtype_name, own_defaults
 from lantern_hpu.core import ImageRecord, Request
-from lantern_hpu.decode.accept import Bounds
+from lantern_hpu.decode.common import Drafts, sampling_params
 from lantern_hpu.decode.drafting.base import Drafting
 from lantern_hpu.decode.drafting.eagle import DynamicDrafting, StaticDrafting
 from lantern_hpu.decode.drafting.window import WindowDrafting
@@ -30,9 +30,8 @@ from lantern_hpu.decode.memory import Setup, check_batch, encoding, engine_bytes
 from lantern_hpu.decode.sampler import sampling_params
 from lantern_hpu.decode.scheduled import ScheduledDrafting, ScheduledStep
 from lantern_hpu.decode.spec import Spec
-from lantern_hpu.decode.state import DecodeState, PrefillInput, paired
+from lantern_hpu.decode.state import Bounds, DecodeState, PrefillInput, paired
 from lantern_hpu.decode.step import Accepted, Prefill, Step
-from lantern_hpu.decode.tree_tables import Drafts
 from lantern_hpu.errors import Arg, CaptureError, OptionError, words
 from lantern_hpu.graphs import make_runner
 from lantern_hpu.graphs.base import Runner

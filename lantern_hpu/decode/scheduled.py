@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lantern_hpu.decode.common import Drafts
 from lantern_hpu.decode.drafting.window import WindowDrafting, WindowState
 from lantern_hpu.decode.spec import Spec, token_columns
 from lantern_hpu.decode.state import DecodeState
 from lantern_hpu.decode.step import Accepted, Step
-from lantern_hpu.decode.tree_tables import Drafts
 from lantern_hpu.models.transformer import Target
 from lantern_hpu.ops.buffers import arange32, constant
 from lantern_hpu.ops.sampling import gather, gather_rows, topk_tokens

@@ -6,19 +6,54 @@ dtypes never change, which is what lets a graph be recorded once and replayed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lantern_hpu.decode.accept import Bounds
 from lantern_hpu.decode.spec import Spec, capacity, token_columns
+from lantern_hpu.methods.relaxation import Relaxation
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.ops.kv_cache import KVCache
 from lantern_hpu.ops.sampling import ROUNDS, SamplingParams
 from lantern_hpu.tree import Window
+
+
+@dataclass
+class Bounds:
+    """How far acceptance is relaxed, one value per image; k = 0, weight = 1 and no clusters are exact."""
+
+    k: Tensor  # [B] int32, neighbours that may lend their mass
+    delta: Tensor  # [B] float32, additive bound (0 under other rules)
+    factor: Tensor  # [B] float32, lambda - 1 (0 under other rules)
+    weight: Tensor  # [B, D] float32, w at each depth (1 under other rules)
+    # [B, 3] float32, what keeps clusters small (0 under other rules); None where no image has any
+    limits: Tensor | None = None
+    # [B] float32, total variation of a token (0 under other rules); None as above
+    tv: Tensor | None = None
+    budget: Tensor | None = None  # [B] float32, what is left of it for the tokens to come
+
+    @classmethod
+    def of(
+        cls, relaxations: Sequence[Relaxation], depth: int, device: torch.device | None = None
+    ) -> Bounds:
+        """One of each image, for trees so deep."""
+
+        def each(values: Iterable[Any], dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.tensor(list(values), dtype=dtype, device=device)
+
+        return cls(
+            each((r.k for r in relaxations), torch.int32),
+            each(r.delta for r in relaxations),
+            each(r.factor for r in relaxations),
+            each(r.weights(depth) for r in relaxations),
+            each(r.limits for r in relaxations),
+            each(r.tv for r in relaxations),
+            each(math.inf if r.budget is None else r.budget for r in relaxations),
+        )
 
 
 @dataclass

@@ -16,12 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from lantern_hpu.decode.accept import Acceptance
+from lantern_hpu.decode.common import Drafts, JudgedNodes, Positions, Sampler, StaticTables, rows_at
 from lantern_hpu.decode.drafting.base import Committed, Drafting
-from lantern_hpu.decode.positions import Positions
-from lantern_hpu.decode.sampler import Sampler
 from lantern_hpu.decode.spec import Spec, token_columns
 from lantern_hpu.decode.state import DecodeState, paired
-from lantern_hpu.decode.tree_tables import Drafts, JudgedNodes, StaticTables, rows_at
 from lantern_hpu.models.transformer import Target
 from lantern_hpu.ops.buffers import additive_mask, arange32, constant, prefix_mask
 from lantern_hpu.ops.sampling import gather, gather_rows

@@ -16,17 +16,9 @@ from typing import Any, Final, Literal
 from lantern_hpu.backends import ACCELERATOR, DraftingDefaults
 from lantern_hpu.errors import Arg, LanternError, OptionError, Words, choices, naming, words
 from lantern_hpu.methods import relaxation as relaxations
+from lantern_hpu.methods import tuned_trees
 from lantern_hpu.methods.relaxation import EXACT, PRESETS, Relaxation, refused
-from lantern_hpu.tree import (
-    DYNAMIC,
-    DraftTree,
-    DynamicTree,
-    Rule,
-    Tree,
-    Window,
-    load_tree,
-    tuned_trees,
-)
+from lantern_hpu.tree import DYNAMIC, DraftTree, DynamicTree, Rule, Tree, Window, load_tree
 
 # ------------------------------------------------------------------------------------------- table
 

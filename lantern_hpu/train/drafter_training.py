@@ -50,6 +50,7 @@ from lantern_hpu.models.model import ImageModel
 from lantern_hpu.models.transformer import Drafter, Target
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.prompts import read_prompts
+from lantern_hpu.train.acceptance_counts import Profile, profile
 from lantern_hpu.train.options import TrainOptions, TrainRequest
 from lantern_hpu.train.unroll import Lesson, Samples, Unrolled, draw_samples, read_encoded, split
 from lantern_hpu.train.wiring import check_wiring

@@ -1,7 +1,6 @@
 """Draft trees: which drafts a step makes, as data. Needs no torch.
 
-A file a kind: `static.py` (the published ones are in `named.py`), `dynamic.py` and `window.py`. `tuned_trees.py` keeps
-those that `lantern-hpu tune` found.
+A file a kind: `static.py` (the published ones are in `named.py`), `dynamic.py` and `window.py`.
 """
 
 from __future__ import annotations

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from lantern_hpu.errors import Arg, OptionError, choices, require, words
 from lantern_hpu.fields import MAX_SEED, check_ranges, option
 from lantern_hpu.files import parse_json
+from lantern_hpu.methods import tuned_trees
 from lantern_hpu.methods.setting import METHODS, Setting
-from lantern_hpu.tree import tuned_trees
 
 if TYPE_CHECKING:
-    from lantern_hpu.decode.acceptance_counts import ChildCounts
+    from lantern_hpu.train.acceptance_counts import ChildCounts
 
 TUNABLE = [name for name, method in METHODS.items() if method.tunable]
 MOST_NODES, MOST_DEPTH = 96, 12
@@ -80,7 +80,7 @@ class TuneOptions:
 
 def read_profile(file: Path) -> tuple[ChildCounts, tuned_trees.Situation]:
     """The counts of an earlier run, from its report, and what they hold for."""
-    from lantern_hpu.decode.acceptance_counts import ChildCounts
+    from lantern_hpu.train.acceptance_counts import ChildCounts
 
     try:
         profile = parse_json(file.read_text(encoding="utf-8"))["profile"]

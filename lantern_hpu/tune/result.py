@@ -10,6 +10,7 @@ from lantern_hpu.decode.acceptance_counts import KINDS, ChildCounts
 from lantern_hpu.errors import Arg, shell
 from lantern_hpu.methods.setting import AUTO
 from lantern_hpu.results.tables import Table
+from lantern_hpu.train.acceptance_counts import KINDS, ChildCounts
 from lantern_hpu.tree import DraftTree
 from lantern_hpu.tune.search import ChanceTable, Costs, estimate, expected_steps, gain_probs
 

@@ -17,7 +17,7 @@ from itertools import count
 import numpy as np
 from numpy.typing import NDArray
 
-from lantern_hpu.decode.acceptance_counts import ChildCounts, kind_of
+from lantern_hpu.train.acceptance_counts import ChildCounts, kind_of
 from lantern_hpu.tree import DraftTree, Path
 
 # ------------------------------------------------------------------------------------ what a step costs

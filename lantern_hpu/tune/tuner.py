@@ -15,18 +15,19 @@ import torch
 from lantern_hpu.bench.cases import has_long_steps
 from lantern_hpu.bench.report import heading
 from lantern_hpu.core import Request, RunStats
-from lantern_hpu.decode.acceptance_counts import ChildCounts, profile
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.decode.spec import BATCHES
 from lantern_hpu.errors import Arg, OptionError, words
 from lantern_hpu.files import check_free
+from lantern_hpu.methods import tuned_trees
 from lantern_hpu.methods.relaxation import EXACT
 from lantern_hpu.methods.request import in_turn
 from lantern_hpu.methods.setting import METHODS, WINDOWS, Setting
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.progress import ProgressBar
 from lantern_hpu.results.prompts import usual_prompts
-from lantern_hpu.tree import DRAWS, DraftTree, Window, load_static, tuned_trees
+from lantern_hpu.train.acceptance_counts import ChildCounts, profile
+from lantern_hpu.tree import DRAWS, DraftTree, Window, load_static
 from lantern_hpu.tree.named import NAMED
 from lantern_hpu.tree.window import Rule
 from lantern_hpu.tune.options import HELD_OUT, TuneOptions

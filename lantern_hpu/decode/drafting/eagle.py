@@ -16,12 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lantern_hpu.decode.common import Drafts, DynamicTables, Positions, Sampler, StaticTables
 from lantern_hpu.decode.drafting.base import Committed, Drafting
-from lantern_hpu.decode.positions import Positions
-from lantern_hpu.decode.sampler import Sampler
 from lantern_hpu.decode.spec import Spec, capacity
 from lantern_hpu.decode.state import DecodeState
-from lantern_hpu.decode.tree_tables import Drafts, DynamicTables, StaticTables
 from lantern_hpu.models.transformer import Drafter, Target
 from lantern_hpu.ops.buffers import additive_mask, arange32, constant, prefix_mask
 from lantern_hpu.ops.kv_cache import KVCache, LayerCache, ScratchCache

@@ -23,11 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lantern_hpu.decode.common import Drafts, Sampler, StaticTables
 from lantern_hpu.decode.drafting.base import Committed, Drafting
-from lantern_hpu.decode.sampler import Sampler
 from lantern_hpu.decode.spec import Spec, keeps_noise
 from lantern_hpu.decode.state import DecodeState, PrefillInput
-from lantern_hpu.decode.tree_tables import Drafts, StaticTables
 from lantern_hpu.models.transformer import Target
 from lantern_hpu.ops.buffers import arange32, constant
 from lantern_hpu.ops.sampling import ROUNDS, gather, gather_rows, race_noise, topk_tokens

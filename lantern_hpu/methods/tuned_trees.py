@@ -1,8 +1,7 @@
-"""Trees that were tuned on this machine: what `--tree auto` takes.
+"""Trees that were tuned on this machine: what `tree=auto` takes.
 
 One file for each situation - model, drafter, device, format, graph mode, method and batch size - in the user's
-cache. It is a tree file, so `--tree FILE` takes it as well, and says besides what it was tuned for and whether
-drafting pays there at all.
+cache. It is a tree file that also holds what it was tuned for and whether drafting pays there at all.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from lantern_hpu.errors import LanternError, OptionError, TreeError
+from lantern_hpu.errors import Arg, LanternError, OptionError, TreeError, shell, words
 from lantern_hpu.files import own_cache, parse_json, write_file
 from lantern_hpu.tree import MOST_CHILDREN, DraftTree, Rule, Window, load_static
 
@@ -57,23 +56,23 @@ def save_tree(situation: Situation, tuned: TunedTree) -> Path:
 def find_tree(situation: Situation) -> TunedTree:
     file = file_of(situation)
     if not file.is_file():
-        method, batch = situation["method"], situation["batch_size"]
-        sizes = ", ".join(map(str, sorted(batch_sizes(situation))))
+        method = situation["method"]
+        batch = situation["batch_size"]
         why = f"none was tuned for {method} and batches of {batch} on this device"
+        sizes = ", ".join(map(str, sorted(batch_sizes(situation))))
         if sizes:
             why += f"; there is one for batches of {sizes}"
-        hint = f"lantern-hpu tune --method {method} --batch-size {batch}"
-        raise OptionError(
-            "--tree auto found no tuned tree", why, f"{hint}, with the same model and device"
-        )
+        hint = shell("tune", Arg("method", method), Arg("batch_size", batch))
+        what = words(Arg("tree", "auto"), "found no tuned tree")
+        raise OptionError(what, why, f"{hint}, with the same model and device")
     tree = load_static(str(file), MOST_CHILDREN)
     if tree.name.partition(":")[0] in get_args(Rule):
         tree = Window.parse(tree.name)  # whose name says all there is to know
     try:
         return TunedTree(tree, float(parse_json(file.read_text())["times_ar"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        what, hint = f"{file} is damaged", "delete it, and tune again"
-        raise TreeError(what, f"it lacks {error}", hint) from error
+        hint = "delete it, and tune again"
+        raise TreeError(f"{file} is damaged", f"it lacks {error}", hint) from error
 
 
 def tuned_methods(situation: Situation, methods: Iterable[str]) -> dict[str, TunedTree]:
