@@ -16,12 +16,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from lantern_hpu.errors import OutputError, WeightsError
+from lantern_hpu.errors import Arg, OutputError, WeightsError, words
 
 ASSETS = Path(__file__).parent / "assets"
 LONGEST, LONGEST_PATH = 255, 1000  # bytes of a name and characters of a path that systems take
 STARTED = time.time()  # of this process
 UNASKED = "existing files are not overwritten"
+OVERWRITE = words(Arg("force", True), "or another name")
 
 
 def cache_folder() -> Path:
@@ -158,7 +159,7 @@ def check_free(paths: Iterable[Path], force: bool, kept: Collection[Path | None]
     for path in paths:
         check_kind(path)
     if taken and not force:
-        raise OutputError(f"{some_of(taken)} exists", UNASKED, "--force or another --output")
+        raise OutputError(f"{some_of(taken)} exists", UNASKED, OVERWRITE)
     for folder in {path.parent for path in paths}:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -213,7 +214,7 @@ def write_file(path: Path, data: bytes, force: bool = False) -> None:
     """
     check_kind(path)
     if path.exists() and not force:
-        raise OutputError(f"{path} exists", UNASKED, "--force or another name")
+        raise OutputError(f"{path} exists", UNASKED, OVERWRITE)
     part = temporary(path, secrets.token_hex(8))
     new = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
     try:

@@ -11,7 +11,7 @@ from lantern_hpu.commands import generate
 from lantern_hpu.errors import LanternError
 from lantern_hpu.models.files.names import Given
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.results.images import image_files
+from lantern_hpu.results.outputs import image_files
 from lantern_hpu.zoo.find import find_parts
 
 

@@ -19,7 +19,7 @@ from lantern_hpu.backends.cpu.backend import CPUBackend
 from lantern_hpu.commands.generate import main
 from lantern_hpu.ops.kernels import PLAIN
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.results.images import METADATA, read_png
+from lantern_hpu.results.png import METADATA, read_png
 from scripts.measure import batches
 
 needs_library = pytest.mark.skipif(not native.isa(), reason=native.open_library()[1])

@@ -193,7 +193,7 @@ def test_text_that_cannot_be_encoded_is_refused_before_loading(
     monkeypatch.setattr("lantern_hpu.pipeline.load_model", None)
     given = ["--prompt", "cat", *words, "--output", str(tmp_path / "x.png")]
     assert generate.main(given) == 2
-    assert "is no text" in capsys.readouterr().err
+    assert "is not valid text" in capsys.readouterr().err
     with pytest.raises(OptionError, match="is no text"):
         Request("cat", negative="\ud83d")
 

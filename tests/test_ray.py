@@ -24,7 +24,7 @@ from lantern_hpu.backends import DEVICE_VARIABLE, card_of
 from lantern_hpu.commands.generate import main, make_parser
 from lantern_hpu.errors import DeviceError
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.results.images import read_png
+from lantern_hpu.results.png import read_png
 from lantern_hpu.serve.options import ServeOptions
 from lantern_hpu.serve.process import deployment, drain
 from lantern_hpu.workers import hide_token, pieces, session_folder, share_of, share_work

@@ -47,7 +47,7 @@ from lantern_hpu.errors import CaptureError, DeviceError, OptionError
 from lantern_hpu.methods.relaxation import EXACT, Blended
 from lantern_hpu.models.text.prefix import WordConditioner
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.results.images import read_png
+from lantern_hpu.results.png import read_png
 from lantern_hpu.serve import app as middleware
 from lantern_hpu.serve import process
 from lantern_hpu.serve.app import make_app

@@ -34,7 +34,7 @@ from lantern_hpu.methods.relaxation import (
 from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.ops.sampling import FACTORS, noise_keys, race_noise, sample_distinct
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.results.images import read_png
+from lantern_hpu.results.png import read_png
 from lantern_hpu.serve.calls import is_served
 from lantern_hpu.tree import DraftTree, Window, load_static, load_tree
 from scripts.measure.windows import main as windows_script

@@ -39,13 +39,14 @@ from lantern_hpu.methods.relaxation import EXACT, Relaxation
 from lantern_hpu.methods.setting import WINDOWS, Resolved, Setting, lacks_drafter, setting_of
 from lantern_hpu.models.files.names import Given
 from lantern_hpu.models.text.frames import no_negative, takes_negative
-from lantern_hpu.results.images import drawn_otherwise, is_cut_off, read_png
+from lantern_hpu.results.png import drawn_otherwise, is_cut_off, read_png
 from lantern_hpu.results.prompts import numbered_prompts
 
 if TYPE_CHECKING:
     from lantern_hpu.models.files.load import Opened
     from lantern_hpu.pipeline import LanternPipeline
-    from lantern_hpu.results.images import GenerationResult, Outputs
+    from lantern_hpu.results.images import GenerationResult
+    from lantern_hpu.results.outputs import Outputs
 
 # ----------------------------------------------------------------------------------------- options
 
@@ -314,7 +315,7 @@ def draw(args: argparse.Namespace) -> GenerationResult | None:
     began = time.perf_counter()
     prepare(job.device.device, job.device.graphs)
     from lantern_hpu.pipeline import LanternPipeline
-    from lantern_hpu.results.images import keep_image, save_outputs
+    from lantern_hpu.results.outputs import keep_image, save_outputs
     from lantern_hpu.results.progress import Bar
 
     imported = time.perf_counter() - began
@@ -366,7 +367,7 @@ def is_slower_together(pipeline: LanternPipeline, job: GenerateJob, setting: Res
 
 def outputs_of(args: argparse.Namespace, prompts: Mapping[int, str]) -> Outputs:
     """The files of a run."""
-    from lantern_hpu.results.images import Outputs
+    from lantern_hpu.results.outputs import Outputs
 
     return Outputs.of(
         args.output,

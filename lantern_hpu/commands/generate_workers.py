@@ -45,7 +45,7 @@ def open_job_worker(args: argparse.Namespace) -> Callable[[list[int]], int]:
     job = read_job(args)
     prepare(job.device.device, job.device.graphs)
     from lantern_hpu.pipeline import LanternPipeline
-    from lantern_hpu.results.images import image_files, keep_image
+    from lantern_hpu.results.outputs import image_files, keep_image
 
     pipeline = LanternPipeline.from_pretrained(
         job.model, given=job.given, size=job.size, check=job.check_model, **vars(job.device)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
     from lantern_hpu.models.files.load import Opened
-    from lantern_hpu.results.images import SavedTokens
+    from lantern_hpu.results.saved_tokens import SavedTokens
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -123,7 +123,9 @@ def decoded(
 
 def decode_saved(args: argparse.Namespace) -> str:
     """The whole command after parsing. -> what was done"""
-    from lantern_hpu.results.images import encode, image_files, read_saved_tokens, with_metadata
+    from lantern_hpu.results.outputs import image_files
+    from lantern_hpu.results.png import encode, with_metadata
+    from lantern_hpu.results.saved_tokens import read_saved_tokens
 
     given, device = options.from_args(Given, args), options.from_args(DeviceOptions, args)
     saved = read_saved_tokens(args.tokens)

@@ -12,7 +12,8 @@ from tqdm import tqdm
 from lantern_hpu.console import Console
 from lantern_hpu.core import Event
 from lantern_hpu.files import write_file
-from lantern_hpu.results.images import encode, grid
+from lantern_hpu.results.images import grid
+from lantern_hpu.results.png import encode
 
 LINES = 4  # of a log, beside the first
 

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 from lantern_hpu import __version__
 from lantern_hpu.errors import Arg, as_option, needing
 from lantern_hpu.methods.setting import METHODS
-from lantern_hpu.results.images import encode
+from lantern_hpu.results.png import encode
 from lantern_hpu.serve import protocol
 from lantern_hpu.serve.api_page import api_page
 from lantern_hpu.serve.calls import ParsedRequest, check_name, read_call
