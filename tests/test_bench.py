@@ -47,7 +47,7 @@ from lantern_hpu.methods.setting import METHODS, Setting, with_short_forms
 from lantern_hpu.models.config import ConditionConfig, DrafterConfig, ModelConfig, TransformerConfig
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.progress import ProgressBar
-from lantern_hpu.tree import DraftTree, DynamicTree, load_static, load_tree, tuned_trees
+from lantern_hpu.tree import DraftTree, DynamicTree, load_static, load_tree
 from lantern_lab.reports import check_report, read_report, schema, schema_errors
 from scripts.measure import floors, peers
 

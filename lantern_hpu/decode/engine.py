@@ -27,7 +27,6 @@ from lantern_hpu.decode.drafting.base import Drafting
 from lantern_hpu.decode.drafting.eagle import DynamicDrafting, StaticDrafting
 from lantern_hpu.decode.drafting.window import WindowDrafting
 from lantern_hpu.decode.memory import Setup, check_batch, encoding, engine_bytes, summed
-from lantern_hpu.decode.sampler import sampling_params
 from lantern_hpu.decode.scheduled import ScheduledDrafting, ScheduledStep
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.decode.state import Bounds, DecodeState, PrefillInput, paired

@@ -38,7 +38,6 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from lantern_hpu.decode.acceptance_counts import Profile, profile
 from lantern_hpu.errors import Arg, OptionError, TrainingError, WeightsError, words
 from lantern_hpu.files import check_regular, write_file
 from lantern_hpu.methods.relaxation import EXACT

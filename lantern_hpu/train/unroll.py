@@ -28,7 +28,6 @@ from tqdm import tqdm
 
 from lantern_hpu.core import Request, Sampling
 from lantern_hpu.decode.common import make_grammar, sampling_params
-from lantern_hpu.decode.sampler import make_grammar, sampling_params
 from lantern_hpu.errors import Arg, OptionError, WeightsError, words
 from lantern_hpu.files import sha256, write_file
 from lantern_hpu.methods.request import in_turn

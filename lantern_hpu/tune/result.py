@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lantern_hpu.decode.acceptance_counts import KINDS, ChildCounts
 from lantern_hpu.errors import Arg, shell
 from lantern_hpu.methods.setting import AUTO
 from lantern_hpu.results.tables import Table
