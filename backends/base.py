@@ -150,12 +150,12 @@ class StepTuner:
         """A step of an image, run as was chosen."""
         return step()
 
-    def held(self) -> AbstractContextManager[None]:
-        """What was chosen is in force inside."""
+    def with_threads(self) -> AbstractContextManager[None]:
+        """The threads that were chosen are in force inside."""
         return nullcontext()
 
 
-class Queue:
+class Transfers:
     """How the host hands work to the device, and what the device counts of it.
 
     This one is that of a device which does each operation at once.
@@ -223,12 +223,12 @@ class Backend(ABC):
     """A device. Everything above asks it for what it needs instead of asking for its name.
 
     Attributes:
-        name: the value of `--device`.
+        name: of the device, as options have it.
         device: where tensors live.
         dtypes: supported number formats, best first, each with the reason for its place.
         graph_modes: ways to record a function, best first, each with the reason for its place; `eager` is one.
         layouts: ways to keep the matrices of linear layers. quantized: smaller formats for the target's weights.
-        queue: how the host hands work to the device.
+        transfers: how the host hands work to the device.
         is_host: whether it is the processor itself.
         shares_pool: whether all recordings keep what they compute in one memory.
         is_host: whether the device is the processor itself, which has the host's memory.
@@ -241,7 +241,7 @@ class Backend(ABC):
     graph_modes: Mapping[str, str]
     layouts: Mapping[str, str] = {"plain": "as torch keeps them"}
     quantized: tuple[str, ...] = ()
-    queue: Queue = Queue()
+    transfers: Transfers = Transfers()
     is_host = False
     shares_pool = False
     is_host = False

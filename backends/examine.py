@@ -1,4 +1,7 @@
-"""What each device and its software offer here, also where they are broken. Torch is loaded by the devices alone."""
+"""What each device and its software offer here, also where they are broken: the facts of `lantern-hpu doctor`.
+
+Torch is loaded by the devices alone.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lantern_hpu.backends import BACKENDS, DEVICE_VARIABLE, Device, device_named
 from lantern_hpu.backends.hpu import env as hpu_env
 from lantern_hpu.backends.hpu import errors as hpu_errors
-from lantern_hpu.errors import DeviceError, LanternError
+from lantern_hpu.errors import DeviceError, LanternError, as_option, spelled
 
 if TYPE_CHECKING:
     from lantern_hpu.backends.base import Backend
@@ -67,18 +70,18 @@ def attempt(ask: Callable[[], Facts]) -> Facts:
 def failure(error: Exception) -> Facts:
     """An error as it was, and in plain words if it is a known one."""
     if isinstance(error, LanternError):
-        text = error.reason
-        return {"error": text, "meaning": None, "hint": error.hint}
+        text = spelled(error.reason, as_option)
+        return {"error": text, "meaning": None, "hint": spelled(error.hint, as_option)}
     known = hpu_errors.explain_gaudi(error)
     return {
         "error": f"{type(error).__name__}: {error}".strip(),
         "meaning": known.what if known else None,
-        "hint": known.hint if known else None,
+        "hint": spelled(known.hint, as_option) if known else None,
     }
 
 
 def default_of(devices: Facts) -> Facts:
-    """What `--device auto` takes: what the environment names, else the first that is available."""
+    """What `auto` takes: what the environment names, else the first that is available."""
     try:
         named = device_named("auto")
     except DeviceError as error:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from lantern_hpu.backends.base import Backend
-from lantern_hpu.errors import CaptureError
+from lantern_hpu.errors import Arg, CaptureError
 from lantern_hpu.graphs.base import Function, Runner, State
 
 ENGINES = 64  # that may be compiled in one process
@@ -33,7 +33,7 @@ class CompiledRunner(Runner):
                 result: Tensor = self.compiled(self.state)
         except torch._dynamo.exc.TorchDynamoException as error:
             what = f"{type(self.function).__name__} cannot be compiled"
-            raise CaptureError(what, reason(error), "--graphs eager") from error
+            raise CaptureError(what, reason(error), Arg("graphs", "eager")) from error
         if made := counters["stats"]["unique_graphs"] - before:
             self.stats.captures += made
             self.stats.capture_seconds += time.perf_counter() - began

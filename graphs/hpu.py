@@ -78,7 +78,7 @@ class HPUGraphRunner(Runner):
             return self.function(self.state)
         stages = begin(self.state)
         next(stages)
-        self.device.queue.flush()
+        self.device.transfers.flush()
         *_, (_, known) = stages
         return cast(Tensor, known)
 

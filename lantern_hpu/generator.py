@@ -160,7 +160,7 @@ class ImageGenerator:
     @torch.no_grad()
     def prefix(self, engine: Engine, requests: Sequence[Request]) -> Prefix:
         """The condition of a batch, as the engine takes it; a graph of its own where the device gathers operators."""
-        self.backend.queue.flush()
+        self.backend.transfers.flush()
         texts = [request.prompt for request in requests]
         condition = self.model.condition.sized(engine.target.config)
         if all(request.negative is None for request in requests):
@@ -233,7 +233,7 @@ class ImageGenerator:
             engine, config = self.engines.get(spec), self.describe(setting)
             stats = RunStats(load_s=self.load_seconds)
             self.prepare(engine, requests, stats)
-            before, counted = engine.report(), self.backend.queue.counters()
+            before, counted = engine.report(), self.backend.transfers.counters()
             environment = self.environment(setting)
             drawn: dict[int, Drawn] = {}
             for index, record in self.stream(engine, requests, stats, callback):
@@ -241,7 +241,7 @@ class ImageGenerator:
                     drawn[index] = self.drawn(record, config, environment, decode)
                 if keep is not None:
                     keep(index, drawn[index])
-            now = self.backend.queue.counters()
+            now = self.backend.transfers.counters()
             return GenerationResult(
                 drawn=[drawn[index] for index in sorted(drawn)],  # all, unless it was interrupted
                 timing=stats,

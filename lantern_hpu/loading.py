@@ -60,7 +60,7 @@ def load_model(
     with backend.errors():
         fit = backend.fit(opened.config.target, options)
         check_room(name, opened.config, fit, options)
-        upload = backend.queue.to_device
+        upload = backend.transfers.to_device
         place = Placement(fit.dtype, backend.device, fit.kernels, options.keep_text, upload)
         model = opened.load(place)
         if options.quantize is not None:

@@ -322,7 +322,7 @@ class LanternPipeline(ImageGenerator):
         """
         sizes = self.model.sizes([Request(prompt, size=size_of(height, width))])
         with self.lock, self.backend.errors():
-            self.backend.queue.flush()
+            self.backend.transfers.flush()
             return hidden_states(self.model, sizes, prompt, tokens, self.fit.keys_by_head)
 
     def save_states(self, result: GenerationResult, file: str | Path, force: bool = False) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from lantern_hpu.backends import DeviceOptions, get_backend, host
 from lantern_hpu.backends.cpu import native
-from lantern_hpu.backends.cpu.backend import PATIENCE, ThreadTuner
+from lantern_hpu.backends.cpu.backend import RETRY_FACTOR, ThreadTuner
 from lantern_hpu.commands.generate import main
 from lantern_hpu.errors import DeviceError, OptionError
 from lantern_hpu.pipeline import LanternPipeline
@@ -308,7 +308,7 @@ def test_steps_that_become_slow_are_looked_at(threads: Callable[[int], None]) ->
     assert machine.ran.count(2) <= 4 and machine.ran[-10:] == [1] * 10
     machine.seconds = {1: 0.015, 2: 0.01}
     machine.ran.clear()
-    for _ in range(2 * PATIENCE * 63):
+    for _ in range(2 * RETRY_FACTOR * 63):
         pace(machine.step)
     assert machine.ran[-1] == 2
 
@@ -336,7 +336,7 @@ def test_waiting_between_the_steps_of_a_search_is_no_trial(
         machine.now += 3600
     assert (pace.count, pace.searching) == (1, False)
     machine.seconds = {1: 0.015, 2: 0.01}
-    for _ in range(2 * PATIENCE * 63):
+    for _ in range(2 * RETRY_FACTOR * 63):
         pace(machine.step)
     assert machine.ran[-1] == 2
 

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from lantern_hpu.backends import BACKENDS, DEVICE_VARIABLE, Device
+from lantern_hpu import backends
+from lantern_hpu.backends import BACKENDS, DEVICE_VARIABLE, Device, examine
 from lantern_hpu.backends.base import Memory
 from lantern_hpu.backends.candidates import Candidate
 from lantern_hpu.backends.cuda import kernels
@@ -77,10 +78,8 @@ def no_plugin(monkeypatch: Patch) -> None:
 def devices(monkeypatch: Patch, **known: Device) -> None:
     """These devices are all there are, in this order."""
     monkeypatch.delenv(DEVICE_VARIABLE)
-    for name in list(BACKENDS):
-        monkeypatch.delitem(BACKENDS, name)
-    for name, device in known.items():
-        monkeypatch.setitem(BACKENDS, name, device)
+    for module in (backends, examine):
+        monkeypatch.setattr(module, "BACKENDS", known)
 
 
 def printed(capsys: Printed, *args: str) -> str:

@@ -240,7 +240,7 @@ def test_planted_change_from_step_to_step_is_named(
 
 def run_and_mark(runner: Any) -> Tensor:
     result: Tensor = runner.run()
-    runner.device.queue.flush()
+    runner.device.transfers.flush()
     return result
 
 

@@ -13,7 +13,6 @@ from gaudi_emulator.lint import lint_script
 from gaudi_emulator.lint.command import main
 from gaudi_emulator.lint.rules import RULES
 from lantern_hpu.methods.setting import METHODS
-from tests.folder import write_folder
 
 START = """
 import torch
@@ -131,9 +130,7 @@ def test_collectives_without_their_flag_are_caught(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    file = tmp_path / "bad.py"
-    file.write_text(START + "capture(lambda: x * 2)\n")
-    card, _ = lint_script(file, [], lazy=True)
+    card, _ = lint_script(written(tmp_path, "capture(lambda: x * 2)"), [], lazy=True)
     assert {f.rule.id for f in card.findings.errors} == {"H085"}
 
 
@@ -143,44 +140,30 @@ def test_the_gallery_covers_every_error_rule() -> None:
     assert errors - {name.split()[0] for name in GALLERY} == {"H085", "H093"}
 
 
-def test_good_program_is_clean(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "good.py"
-    file.write_text(
-        START
-        + "cache, place = torch.zeros(8, 4, device='hpu'), torch.zeros(1, dtype=torch.int64, device='hpu')\n"
-        "def body():\n"
-        "    cache.index_copy_(0, place, x[:1] * 2)\n"
-        "    place.add_(1)\n"
-        "    return torch.where(cache > 1, cache, cache * 0).sum()\n"
-        "graph, out = capture(body)\n"
-        "warmed_up()\n"
-        "for _ in range(4): graph.replay()\n"
-        "assert out.item() == 5 * 4 * 2\n"
-    )
-    assert main(["--script", str(file), "--strict"]) == 0
-    said = capsys.readouterr().out
-    assert "0 errors, 0 warnings" in said
+def written(tmp_path: Path, body: str, start: str = START) -> Path:
+    file = tmp_path / "program.py"
+    file.write_text(start + body + "\n")
+    return file
 
 
-def test_index_beyond_its_dimension_is_reported_and_the_program_goes_on(tmp_path: Path) -> None:
-    file = tmp_path / "far.py"
-    file.write_text(START + "y = x[:, 0].index_select(0, ids + 2)\nassert y.tolist() == [1] * 4\n")
-    card, ended = lint_script(file, [], lazy=True)
-    assert ended is None and "H051" in {f.rule.id for f in card.findings.errors}
-
-
-def test_lengths_that_recompile_fail_a_strict_run(tmp_path: Path) -> None:
-    file = tmp_path / "lengths.py"
-    file.write_text(
-        START + "for n in range(1, 9):\n    y = big.repeat(4)[:n] * 2\n    htcore.mark_step()\n"
-    )
-    assert main(["--script", str(file)]) == 0
-    assert main(["--script", str(file), "--strict"]) == 1
+CLEAN = """
+cache, place = torch.zeros(8, 4, device='hpu'), torch.zeros(1, dtype=torch.int64, device='hpu')
+def body():
+    cache.index_copy_(0, place, x[:1] * 2)
+    place.add_(1)
+    return torch.where(cache > 1, cache, cache * 0).sum()
+graph, out = capture(body)
+warmed_up()
+for _ in range(4): graph.replay()
+assert out.item() == 5 * 4 * 2
+"""
 
 
 @pytest.mark.parametrize(
     ("body", "rule", "code"),
     [
+        (CLEAN, "", 0),
+        ("for n in range(1, 9):\n    y = big.repeat(4)[:n] * 2\n    htcore.mark_step()", "H014", 1),
         ("for n in range(1, 40):\n    torch.ones(n, 4).to('hpu') * 2\n    htcore.mark_step()", "H016", 1),
         ("for n in [*range(1, 40)] * 3:\n    torch.ones(n, 4).to('hpu') * 2\n    htcore.mark_step()", "", 0),
         ("for _ in range(3000):\n    x = torch.tanh(x * x)", "H083", 0),
@@ -194,75 +177,48 @@ def test_lengths_that_recompile_fail_a_strict_run(tmp_path: Path) -> None:
         ("x.index_copy_(0, big.clamp(max=1) - 1, big[:, None] * x)", "H050", 0),
         ("x.index_copy_(0, big - 2, big[:, None] * x)", "H050", 1),
         ("x.index_copy_(0, big, x[:4])\nx.take(ids)\ntorch.div(1.3, x, rounding_mode='floor')", "", 0),
+        ("y = x[:, 0].index_select(0, ids + 2)\nassert y.tolist() == [1] * 4", "H051", 1),  # it goes on
     ],
 )  # fmt: skip
 def test_whether_a_program_compiles_anew_reads_each_step_or_repeats_an_index(
     body: str, rule: str, code: int, tmp_path: Path
 ) -> None:
-    file = tmp_path / "program.py"
-    file.write_text(START + body + "\n")
+    file = written(tmp_path, body)
     card, ended = lint_script(file, [], lazy=True, release="1.19")
     assert ended is None, repr(ended)
     assert {f.rule.id for f in card.findings.sorted() if f.severity != "info"} == {rule} - {""}
     assert main(["--script", str(file), "--strict"]) == code
 
 
-def test_program_that_waits_for_ever_is_stopped(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("y = x[x > 0]\nprint('noise')\nwhile True: pass", "stopped after 1.5 seconds"),
+        ("y = x[x > 0]\nimport no_such_module", "ended with ModuleNotFoundError"),
+        ("y = x[x > 0]\ntorch.ops.hpu.cast_to_fp8_v2(x)", "Meanwhile: bfloat16"),
+    ],
+)
+def test_program_that_ends_early_fails_and_keeps_its_findings(
+    body: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "waits.py"
-    file.write_text(START + "y = x[x > 0]\nprint('noise')\nwhile True: pass\n")
-    assert main(["--script", str(file), "--strict", "--timeout", "1.5"]) == 1
-    said = capsys.readouterr()
-    assert (
-        "stopped after 1.5 seconds" in said.err and "H010" in said.out and "noise" not in said.out
-    )
-
-
-def test_program_that_dies_keeps_its_findings(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "dies.py"
-    file.write_text(START + "y = x[x > 0]\nimport no_such_module\n")
-    assert main(["--script", str(file), "--strict"]) == 1
-    said = capsys.readouterr()
-    assert "H010" in said.out and "ended with ModuleNotFoundError" in said.err
-
-
-def test_what_is_not_emulated_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "fp8.py"
-    file.write_text(START + "torch.ops.hpu.cast_to_fp8_v2(x)\n")
-    assert main(["--script", str(file), "--strict"]) == 1
-    said = capsys.readouterr().err
-    assert "OutOfScope" in said and "Meanwhile: bfloat16" in said
+    file = written(tmp_path, body)
+    assert main(["--script", str(file), "--timeout", "1.5"]) == 1  # without --strict too
+    shown = capsys.readouterr()
+    assert said in shown.err and "H010" in shown.out and "noise" not in shown.out
 
 
 def test_finding_names_place_reason_and_remedy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "bad.py"
-    file.write_text(START + "y = x[x > 0]\n")
-    assert main(["--script", str(file)]) == 0
-    assert main(["--script", str(file), "--strict"]) == 1
-    said = capsys.readouterr().out
+    file = written(tmp_path, "y = x[x > 0]")
     line = len(file.read_text().splitlines())
-    assert re.search(rf"bad\.py:{line}: error H010 dynamic-nonzero", said)
+    assert main(["--script", str(file)]) == 0
+    said = capsys.readouterr().out
+    assert re.search(rf"program\.py:{line}: error H010 dynamic-nonzero", said)
     assert "why: the shape of the result depends on data" in said and "instead: where(" in said
-    main(["--script", str(file), "--json"])
-    data = json.loads(capsys.readouterr().out)
-    assert {"H010"} <= {f["rule"] for f in data["findings"]}
-    assert data["findings"][0]["line"] == line
-
-
-@pytest.mark.slow
-def test_lint_of_a_model_folder_is_clean(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = write_folder(tmp_path / "tiny")
-    assert main(["--model", str(model), "--strict", "--json"]) == 0
-    counts = json.loads(capsys.readouterr().out)["counts"]
-    assert counts["recompiles_after_warmup"] == counts["cpu_fallbacks"] == 0
-    assert counts["graph_launches"] > 0
+    assert main(["--script", str(file), "--strict", "--json"]) == 1
+    (found,) = json.loads(capsys.readouterr().out)["findings"]
+    assert (found["rule"], found["line"]) == ("H010", line)
 
 
 @pytest.mark.slow
@@ -283,26 +239,26 @@ def test_our_step_is_clean_under_every_release_and_mode(
 
 
 @pytest.mark.slow
-def test_a_method_may_be_a_setting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model, launches = write_folder(tmp_path / "tiny"), []
+def test_a_method_may_be_a_setting(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    launches = []
     for setting in ("scd@4:commit=2", "scd@4:commit=4"):
         assert main(["--model", str(model), "--method", setting, "--strict", "--json"]) == 0
         launches.append(json.loads(capsys.readouterr().out)["counts"]["graph_launches"])
     assert launches[1] < launches[0]
 
 
-def test_bad_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--method", "magic"]) == 2
-    assert main(["--script", str(tmp_path / "none.py")]) == 2
-    said = capsys.readouterr().err
-    assert "unknown method 'magic'" in said and "there is no" in said
+@pytest.mark.parametrize(
+    "options", [("--method", "magic"), ("--script", "none.py"), ("--profile", "magic")]
+)
+def test_bad_options_end_with_code_2(options: tuple[str, str]) -> None:
+    assert main(options) == 2
 
 
 BEFORE = """
 import os
 os.environ["PT_HPU_MAX_COMPOUND_OP_SIZE"] = "2"
 os.environ.setdefault("PT_HPU_LAZY_MODE", "1")
-{more}
+os.environ["LANTERN_TEST_KEPT"] = "its"; del os.environ["PATH"]
 import torch
 import habana_frameworks.torch as ht
 x = torch.ones(4, device="hpu")
@@ -311,26 +267,14 @@ for _ in range(7):
 """
 
 
-def test_flag_set_before_the_import_counts(tmp_path: Path) -> None:
-    file = tmp_path / "flags.py"
-    file.write_text(BEFORE.format(more=""))
-    card, ended = lint_script(file, [], lazy=True)
-    assert ended is None and card.findings.errors == []
-    assert card.counts.launches == 4  # eight operators, two at a time
-
-
-def test_what_a_program_sets_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flag_set_before_the_import_counts_and_ends_with_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("LANTERN_TEST_KEPT", "mine")
     before = dict(os.environ)
-    file = tmp_path / "flags.py"
-    unset = 'os.environ["LANTERN_TEST_KEPT"] = "its"; del os.environ["PATH"]'
-    file.write_text(BEFORE.format(more=unset))
-    _, ended = lint_script(file, [], lazy=True)
-    assert ended is None and dict(os.environ) == before
-
-
-def test_flag_that_asks_for_the_other_mode_is_named(tmp_path: Path) -> None:
-    file = tmp_path / "flags.py"
-    file.write_text(BEFORE.format(more='os.environ["PT_HPU_LAZY_MODE"] = "0"'))
-    card, _ = lint_script(file, [], lazy=True)
+    card, ended = lint_script(written(tmp_path, "", BEFORE), [], lazy=True)
+    assert ended is None and card.findings.errors == [] and dict(os.environ) == before
+    assert card.counts.launches == 4  # eight operators, two at a time
+    other = BEFORE.replace('.setdefault("PT_HPU_LAZY_MODE", "1")', '["PT_HPU_LAZY_MODE"] = "0"')
+    card, _ = lint_script(written(tmp_path, "", other), [], lazy=True)
     assert {(f.rule.id, f.line) for f in card.findings.errors} == {("H080", 7)}

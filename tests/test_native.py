@@ -415,9 +415,9 @@ def test_a_model_in_the_native_form_draws_what_it_draws_alone() -> None:
 
 
 def test_a_model_that_the_native_form_lacks_is_told_apart() -> None:
-    why = native.obstacle([make_target({"dim": 72, "heads": 3, "ffn_dim": 96})])
+    why = native.why_unsupported([make_target({"dim": 72, "heads": 3, "ffn_dim": 96})])
     assert "the head size is no multiple of 16" in why
-    assert native.obstacle([make_target({})]) == ""
+    assert native.why_unsupported([make_target({})]) == ""
 
 
 def test_both_orders_of_a_cache_take_the_same_writes_and_moves() -> None:

@@ -297,7 +297,7 @@ def test_an_admission_hands_all_its_numbers_over_without_waiting(
         uploaded.append(target.data_ptr())
         target.copy_(values)
 
-    monkeypatch.setattr(engine.backend.queue, "upload", upload)
+    monkeypatch.setattr(engine.backend.transfers, "upload", upload)
     batch.admit([requests[2]])
     entry = engine.prefill_inputs[1]
     assert entry.keys is not None

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lantern_hpu.backends.base import Queue
+from lantern_hpu.backends.base import Transfers
 from lantern_hpu.backends.cpu.backend import CPUBackend
 from lantern_hpu.core import Request
 from lantern_hpu.decode.batch import Batch
@@ -647,7 +647,7 @@ def test_trace_draws_the_same_images_and_shows_how(
 # Reading while the device goes on
 
 
-class AheadQueue(Queue):
+class AheadTransfers(Transfers):
     """That of a device which would go on while the host reads; counts the reads."""
 
     runs_ahead, reads = True, 0
@@ -658,7 +658,7 @@ class AheadQueue(Queue):
 
 
 class Ahead(CPUBackend):
-    queue = AheadQueue()
+    transfers = AheadTransfers()
 
 
 @pytest.mark.parametrize("tree", [AR, SMALL_TREE], ids=lambda tree: tree.name)
@@ -677,4 +677,4 @@ def test_reading_ahead_takes_the_same_steps(models: Models, tree: DraftTree) -> 
     # No step runs that the slowest image does not need.
     assert [running.steps for running in batches] == [max(want.steps)] * 2
     assert ahead.step.stats.replays == plain.step.stats.replays
-    assert backend.queue.reads > 0
+    assert backend.transfers.reads > 0

@@ -19,7 +19,7 @@ from gaudi_emulator import emulate, hpex, lowering
 from gaudi_emulator.device import Device
 from gaudi_emulator.graphs import HPUGraph, Recording
 from lantern_hpu.backends import BACKENDS
-from lantern_hpu.backends.base import Queue
+from lantern_hpu.backends.base import Transfers
 from lantern_hpu.backends.candidates import Candidate, candidates_of
 from lantern_hpu.backends.cuda import kernels as triton
 from lantern_hpu.backends.cuda.kernels import checks
@@ -46,7 +46,7 @@ from tests.marks import mostly_slow
 STAGE = Stage("facts", "eager")
 
 
-class AheadQueue(Queue):
+class AheadTransfers(Transfers):
     runs_ahead = True
 
 
@@ -353,7 +353,7 @@ def test_device_that_runs_ahead_is_asked_after_the_same_steps(model: Path, metho
     """It is confirmed; one wrong key refutes it, and so does a step too few, with the shapes."""
     question = Asked(Stage("caches", "eager", "cpu"), "cpu", str(model))
     with question.stack:
-        question.pipeline.backend.queue = AheadQueue()
+        question.pipeline.backend.transfers = AheadTransfers()
         assert question.answer(method)[0] == "confirmed"
         real = question.steps
 

@@ -17,7 +17,7 @@ from lantern_hpu.backends import LARGE_PARAMETERS, QUANTIZED, DeviceOptions, Dra
 from lantern_hpu.backends.base import Backend, Fit, Memory, StepTuner
 from lantern_hpu.backends.cpu import native
 from lantern_hpu.backends.cpu.native.sampling import native_kernels
-from lantern_hpu.errors import DeviceError
+from lantern_hpu.errors import Arg, DeviceError, words
 from lantern_hpu.ops.kernels import PLAIN, Kernels, Sizes
 from lantern_hpu.ops.sampling import sample_distinct_in_order, sample_in_order
 
@@ -31,15 +31,19 @@ from lantern_hpu.ops.sampling import sample_distinct_in_order, sample_in_order
 # In torch's form another number of threads can change the last bit of a float, and the same seed is to be the same
 # image: there fewer threads have to be several times faster to be taken, which on idle cores they are not.
 
-OTHER_BITS = 3.0  # times faster than all threads, to be taken although sums may round otherwise
-LESS = 0.85  # of the time with more threads, to take fewer: trials are off by a tenth
-WORSE = 1.1  # times the best: past it, still fewer threads are not tried
-STEPS, AMPLE = 3, 0.25  # steps of a trial, at least, and seconds after which fewer do
-# Seconds of a trial, at least, in the warm-up and while drawing: the turns of other programs last some milliseconds,
-# and a mean over several of them counts what a median of a few steps does not see
-BRIEF, LONG = 0.01, 0.05
-SLOW = 2.5  # times what a step took when the threads were chosen: they are chosen anew
-PATIENCE = 100  # more threads are tried again after so many times what trying took
+OTHER_BITS_GAIN = (
+    3.0  # times faster than all threads, to be taken although sums may round otherwise
+)
+MIN_GAIN = 0.85  # of the time with more threads, to take fewer: trials are off by a tenth
+STOP_RATIO = 1.1  # times the best: past it, still fewer threads are not tried
+TRIAL_STEPS = 3  # of a trial, at least
+MAX_TRIAL_S = 0.25  # after which fewer steps do
+# Least seconds of a trial in the warm-up and while drawing: the turns of other programs last some milliseconds, and a
+# mean over several of them counts what a median of a few steps does not see
+WARM_UP_TRIAL_S = 0.01
+DRAWING_TRIAL_S = 0.05
+SLOWDOWN = 2.5  # times what a step took when the threads were chosen: they are chosen again
+RETRY_FACTOR = 100  # more threads are tried again after this many times what trying took
 
 
 @contextmanager
@@ -81,20 +85,20 @@ class ThreadTuner(StepTuner):
         """Trials in the warm-up, whose results are discarded."""
         self.begin()
         while self.searching:
-            self.note(self.timed(step)[0], BRIEF, "in the warm-up")
+            self.note(self.timed(step)[0], WARM_UP_TRIAL_S, "in the warm-up")
 
     def __call__(self, step: Callable[[], Tensor]) -> Tensor:
         took, found = self.timed(step)
-        self.note(took, LONG, "while drawing")
+        self.note(took, DRAWING_TRIAL_S, "while drawing")
         return found
 
-    def held(self) -> AbstractContextManager[None]:
+    def with_threads(self) -> AbstractContextManager[None]:
         return threads_set(self.count)
 
     def timed(self, step: Callable[[], Any]) -> tuple[float, Any]:
         """Seconds that a step takes, and what it returns."""
         began = self.clock()
-        with self.held():
+        with self.with_threads():
             found = step()
         return self.clock() - began, found
 
@@ -102,14 +106,14 @@ class ThreadTuner(StepTuner):
         """A step took so long: go on with a search where a trial is complete, or begin one if it is time to."""
         self.taken.append(took)
         total = sum(self.taken)
-        if total < AMPLE and (len(self.taken) < STEPS or total < enough):
+        if total < MAX_TRIAL_S and (len(self.taken) < TRIAL_STEPS or total < enough):
             return
         mean = total / len(self.taken)
         self.spent += total
         self.taken.clear()
         if self.searching:
             return self.answer(mean, when)
-        if mean > SLOW * self.usual or (self.count < self.most and self.clock() > self.again):
+        if mean > SLOWDOWN * self.usual or (self.count < self.most and self.clock() > self.again):
             self.begin()
         self.usual = min(self.usual, mean)
 
@@ -121,16 +125,16 @@ class ThreadTuner(StepTuner):
     def answer(self, took: float, when: str) -> None:
         """What a step took with the threads that are being tried: they are halved while that helps."""
         self.tried[self.count] = took
-        if took < LESS * self.tried[self.best]:
+        if took < MIN_GAIN * self.tried[self.best]:
             self.best = self.count
-        if self.count > 1 and took <= WORSE * self.tried[self.best]:
+        if self.count > 1 and took <= STOP_RATIO * self.tried[self.best]:
             self.count //= 2
             return
         if self.tried[self.best] * self.faster > self.tried[self.most]:
             self.best = self.most
         self.count, self.searching = self.best, False
         self.usual = self.tried[self.count]
-        self.again = self.clock() + PATIENCE * self.spent
+        self.again = self.clock() + RETRY_FACTOR * self.spent
         times = ", ".join(f"{1000 * s:.1f} ms with {n}" for n, s in self.tried.items())
         self.notify(self.count, f"chosen {when}, where a step took {times}")
 
@@ -167,10 +171,12 @@ class CPUFit(Fit):
     def lay_out(self, modules: Sequence[nn.Module]) -> None:
         reason = "asked for"
         if self.layout != "plain":
-            hindrance = COMPILED if self.graphs == "compile" else native.obstacle(modules)
-            if hindrance and self.layout == "native":
-                raise DeviceError("--layout native cannot be used here", hindrance, "--layout auto")
-            self.layout, reason = ("plain", hindrance) if hindrance else ("native", native.isa())
+            why_plain = COMPILED if self.graphs == "compile" else native.why_unsupported(modules)
+            if why_plain and self.layout == "native":
+                what = words(Arg("layout", "native"), "cannot be used here")
+                raise DeviceError(what, why_plain, Arg("layout", "auto"))
+            self.layout = "plain" if why_plain else "native"
+            reason = why_plain or native.isa()
             if why := native.missing():
                 warnings.warn(f"torch's slower form draws: {why}", stacklevel=2)
         if self.layout == "native":
@@ -181,7 +187,7 @@ class CPUFit(Fit):
             self.note_threads(self.threads, "asked for")
 
     def tuner(self) -> StepTuner:
-        faster = 1.0 if self.layout == "native" else OTHER_BITS
+        faster = 1.0 if self.layout == "native" else OTHER_BITS_GAIN
         return StepTuner() if self.threads else ThreadTuner(self.note_threads, faster=faster)
 
     def note_threads(self, count: int, why: str) -> None:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from lantern_hpu.backends import QUANTIZED, DraftingDefaults
-from lantern_hpu.backends.base import Backend, Memory, Queue
-from lantern_hpu.errors import DeviceError
+from lantern_hpu.backends.base import Backend, Memory, Transfers
+from lantern_hpu.errors import Arg, DeviceError, shell, words
 from lantern_hpu.ops.kernels import PLAIN, Kernels, Sizes
 
 # ------------------------------------------------------------------------------------------ dtypes
@@ -39,7 +39,7 @@ def dtypes_of(capability: tuple[int, int]) -> dict[str, str]:
 WHEELS = "https://pytorch.org/get-started/locally"
 
 
-class CUDAQueue(Queue):
+class CUDATransfers(Transfers):
     """Copies through pinned memory: from and to any other the host would wait until all that was launched is done."""
 
     runs_ahead = True
@@ -79,7 +79,7 @@ class CUDABackend(Backend):
     }
 
     quantized = QUANTIZED
-    queue = CUDAQueue()
+    transfers = CUDATransfers()
     shares_pool = True
     overlaps = True
 
@@ -165,10 +165,10 @@ class CUDABackend(Backend):
             yield
         except torch.cuda.OutOfMemoryError as error:
             free, total = torch.cuda.mem_get_info()
-            why = (
-                f"{free / 1e9:.1f} of {total / 1e9:.1f} GB are free ({str(error).splitlines()[0]})"
-            )
-            hint = "a smaller --batch-size; lantern-hpu plan MODEL counts what is needed"
+            cause = str(error).splitlines()[0]
+            why = f"{free / 1e9:.1f} of {total / 1e9:.1f} GB are free ({cause})"
+            plan = shell("plan", "MODEL")
+            hint = words("a smaller", Arg("batch_size"), f"; {plan} counts what is needed")
             raise DeviceError("the GPU has too little memory", why, hint) from error
 
     def describe(self) -> dict[str, object]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lantern_hpu.backends.base import Backend, Memory, Queue, compile_whole
+from lantern_hpu.backends.base import Backend, Memory, Transfers, compile_whole
 from lantern_hpu.backends.candidates import LACKING, Candidate, outcome
 from lantern_hpu.backends.hpu import env as hpu_env
 from lantern_hpu.backends.hpu import errors as hpu_errors
@@ -38,7 +38,7 @@ OTHER_MODES = {
 }
 
 
-class HPUQueue(Queue):
+class HPUTransfers(Transfers):
     """Lazy mode gathers operations into graphs; the bridge counts them."""
 
     def __init__(self, backend: HPUBackend) -> None:
@@ -69,7 +69,7 @@ class HPUBackend(Backend):
     def __init__(self, graphs: str = "auto") -> None:
         self.wanted = graphs
         self.flags: hpu_env.Flags | None = None
-        self.queue = HPUQueue(self)
+        self.transfers = HPUTransfers(self)
 
     def open(self) -> None:
         """Set the flags, then load the software: it reads them while it is imported."""

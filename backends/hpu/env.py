@@ -107,54 +107,36 @@ def nearest_release(version: str) -> Release:
     return found
 
 
-# Flags that take 0, 1, true and false alone (scripts/env_flags.yaml). All names with these beginnings are booleans.
-BOOLEAN = re.compile(
-    r"PT_(HPU_)?ENABLE_\w+|PT_COMPILE_ONLY_MODE|PT_USE_MARKSTEP|PT_RECIPE_CACHE_(IGNORE_VERSION|DUMP_DEBUG)|PT_HPU_("
-    r"INFERENCE_MODE|GPU_MIGRATION|USE_JIT_FORK|MATMUL3D_2D_RESHAPE|DISABLE_HPUGRAPH_REPLAY_HASHCHECK|"
-    r"FORCE_INDEX_PUT_FRONTEND_FALLBACK|PGM_ENABLE_CACHE|PRINT_DEVICE_CONFIG|DISALLOW_TORCH_COMPILE|"
-    r"USE_FUSE_SDPA_PASS|COMPILE_DEBUG_NAN_ASSERTS|HUGE_PAGES_POPULATE|USE_PHILOX_NORMAL|"
-    r"OVERRIDE_LINEAR_MATMUL_EAGER|WRAP_RANDOM_OPS_COMPILE|LAZY_COLLECTIVES_HOLD_TENSORS|EAGER_COLLECTIVE_SYNC)"
-)
-# Those of the compiler, which reads them in Python (dynamo/compile_backend/config.py) and takes more words
-COMPILER = re.compile(
-    r"PT_HPU_(USE_(EAGER_FALLBACK|INPLACE_INDEX_COPY|INPLACE_COLLECTIVE|INFERENCE_COMPILER|CPP_PARTITIONER)|"
-    r"KEEP_INPUT_MUTATIONS|COMPILE_(USE_RECIPES|VERBOSE))"
-)
+# Names with these beginnings are booleans (scripts/env_flags.yaml)
+BOOLEAN = ("PT_ENABLE_", "PT_HPU_ENABLE_")
 WORDS = ("0", "1", "true", "false")
-MORE_WORDS = (*WORDS, "on", "off", "yes", "no", "y", "n", "t", "f")
 CACHE_FORM = re.compile(
     r"""\s*([^\s,<>|?*"]*)\s*(,\s*(true|false)\s*,\s*\d+(\s*,\s*(true|false))?)?\s*""",
     re.IGNORECASE,
 )
-UNSAFE = re.compile(r"""[\s"'\\<>|&;$%*?\[\]{}^~`]""")
+UNSAFE = set(" \t\n\"'\\<>|&;$%*?[]{}^~`")
 
 
 def fatal_flag(release: Release, name: str, value: str) -> str | None:
     """Why a flag's value ends the process while the plugin is loaded; None if it does not.
 
-    From backend/synapse_helpers/env_flags_impl.cpp and scripts/env_flags.yaml of 1.24.
+    From backend/synapse_helpers/env_flags_impl.cpp of 1.24; of its booleans those that most flags are.
     """
     if not release.checks_flags or not value:
         return None  # an empty value counts as none
     if name == "PT_HPU_LAZY_MODE" and value not in ("0", "1"):
         return "it takes 0 or 1 alone"
-    if BOOLEAN.fullmatch(name) and value.lower() not in WORDS:
+    if name.startswith(BOOLEAN) and value.lower() not in WORDS:
         return f"it takes {', '.join(WORDS)} alone"
-    if COMPILER.fullmatch(name) and value.lower() not in MORE_WORDS:
-        return f"it takes {', '.join(MORE_WORDS)} alone"
-    if name == "PT_HPU_RECIPE_CACHE_CONFIG":
-        form = CACHE_FORM.fullmatch(value)
-        return (
-            "its form is PATH[,true|false,MB[,true|false]]"
-            if form is None
-            else unfit_cache(form[1])
-        )
-    return None
+    if name != "PT_HPU_RECIPE_CACHE_CONFIG":
+        return None
+    form = CACHE_FORM.fullmatch(value)
+    return unfit_cache(form[1]) if form else "its form is PATH[,true|false,MB[,true|false]]"
 
 
 def unfit_cache(folder: str) -> str | None:
     """Why a folder cannot keep recipes; None if it can. One that is not there yet is made by the bridge."""
-    if UNSAFE.search(folder):
+    if UNSAFE & set(folder):
         return f"{folder} has characters that are refused in a path"
     path = Path(folder)
     if path.is_symlink():
@@ -204,11 +186,6 @@ class Flags:
     respected: dict[str, str]
     release: str
     settings: tuple[FlagSetting, ...] = ()
-
-    @property
-    def mode(self) -> str:
-        """The graph mode to use if none is asked for."""
-        return "hpu_graph" if self.lazy else "compile"
 
 
 @dataclass(frozen=True)
@@ -296,10 +273,9 @@ def _decide(mode: str, flag: str | None) -> tuple[bool, str]:
     if not is_fork(torch):
         return (
             False,
-            f"torch {torch} is not Gaudi's own build (+git, +hpu), and lazy mode refuses it",
+            f"lazy mode needs Gaudi's own build of torch (+git, +hpu), and {torch} is none",
         )
-    missing = missing_library(torch, lazy=True)
-    if missing is not None:
+    if missing := missing_library(torch, lazy=True):
         return False, f"the plugin lacks {missing}, which lazy mode needs"
     return True, f"torch {torch} is Gaudi's own build, which lazy mode and its HPU graphs need"
 
@@ -448,31 +424,25 @@ def _check_torch() -> Check:
     torch, folder = version_of("torch"), plugin_folder()
     if torch is None:
         return Check("torch", False, "torch is not installed")
-    if folder is None:
-        kind = (
-            "Gaudi's own build" if is_fork(torch) else "not Gaudi's own build, as it should be here"
-        )
+    if folder is None or fits_any_torch():
+        kind = "Gaudi's own build" if is_fork(torch) else "not Gaudi's own build"
         return Check("torch", True, f"{torch}, {kind}")
-    if fits_any_torch():
-        return Check("torch", True, f"{torch}, and the plugin is for any")
-    built_for = _read(folder / "required_version.txt")
-    if built_for and version_number(built_for) != version_number(torch):
-        return _replaced(torch, f"the plugin was built for {built_for}")
-    if is_fork(torch):
-        lacking = [name for lazy in (True, False) if (name := missing_library(torch, lazy))]
-        if not lacking:
-            return Check("torch", True, f"{torch}, Gaudi's own build: every graph mode")
-        if len(lacking) == 2:
-            return _replaced(torch, "the plugin is one for a stock torch")
-        modes = "HPU graphs" if "2" not in lacking[0] else "compile and eager"
-        return Check("torch", False, f"{torch}, but the plugin lacks {lacking[0]}: no {modes}")
-    if "cpu" not in torch.partition("+")[2]:
-        return _replaced(torch, "a stock torch must be a +cpu build")
-    missing = missing_library(torch, lazy=False)
-    if is_fork(built_for) or missing:
-        why = f"lacks {missing}" if missing else f"was built for {built_for}"
-        return _replaced(torch, f"the plugin {why}")
-    return Check("torch", True, f"{torch}, a stock build: compile and eager, and no HPU graphs")
+    built_for = _read(folder / "required_version.txt") or torch
+    fits = version_number(built_for) == version_number(torch)
+    fits = fits and is_fork(built_for) == is_fork(torch)
+    unfit = {"HPU graphs": unfit_plugin(True), "compile and eager": unfit_plugin(False)}
+    lacking = [modes for modes, why in unfit.items() if why]
+    if not fits or len(lacking) == 2:
+        why = unfit["compile and eager"] if fits else f"the plugin was built for {built_for}"
+        fix = "reinstall Gaudi's own, or start from a fresh image"
+        detail = f"REPLACED: {torch} is not what came with Gaudi ({why}): {fix}"
+        return Check("torch", False, detail)
+    if is_fork(torch) and lacking:
+        return Check("torch", False, f"{torch}: no {lacking[0]}, {unfit[lacking[0]]}")
+    modes = "Gaudi's own build: every graph mode"
+    if lacking:
+        modes = "a stock build: compile and eager, and no HPU graphs"
+    return Check("torch", True, f"{torch}, {modes}")
 
 
 def fits_any_torch() -> bool:
@@ -503,15 +473,10 @@ def unfit_plugin(lazy: bool) -> str | None:
     return missing and f"the plugin lacks {missing}, which torch {torch} needs in {_name(lazy)}"
 
 
-def _replaced(torch: str, why: str) -> Check:
-    fix = "reinstall Gaudi's own, or start from a fresh image"
-    return Check("torch", False, f"REPLACED: {torch} is not what came with Gaudi ({why}): {fix}")
-
-
 def _check_nodes() -> Check:
     nodes = sorted([*DEV.glob("accel/accel[0-9]*"), *DEV.glob("hl[0-9]*")])
     if not nodes:
-        return Check("device nodes", False, f"none in {DEV} (a container needs --runtime=habana)")
+        return Check("device nodes", False, f"none in {DEV} (a container needs the runtime habana)")
     closed = [str(node) for node in nodes if not os.access(node, os.R_OK | os.W_OK)]
     if closed:
         return Check("device nodes", False, f"no permission to use {', '.join(closed)}")
@@ -526,10 +491,10 @@ def _check_driver() -> Check:
         why = f"habanalabs {driver} does not match the plugin's release {plugin}"
         return Check("driver", False, f"{why}: use an image of the driver's release")
     ours, theirs = (re.match(r"\D*(\d+\.\d+\.\d+)", text or "") for text in (plugin, driver))
+    note = ""
     if ours and theirs and ours[1] != theirs[1]:
-        why = f"of another patch release than the plugin's {ours[1]}: an image of the driver's is safer"
-        return Check("driver", True, f"habanalabs {driver}, {why}")
-    return Check("driver", True, f"habanalabs {driver}")
+        note = f", of another patch release than the plugin's {ours[1]}: an image of the driver's is safer"
+    return Check("driver", True, f"habanalabs {driver}{note}")
 
 
 def _check_visible() -> Check:
@@ -567,10 +532,9 @@ def _check_recipes() -> Check:
     """Where compiled graphs are kept between runs."""
     given = os.environ.get(RECIPE_CACHE)
     if given is not None and RECIPE_CACHE not in _ours(os.environ):
-        why = fatal_flag(release_of(), RECIPE_CACHE, given)
-        return Check(
-            "recipe cache", why is None, f"{RECIPE_CACHE}={given}" + (f": {why}" if why else "")
-        )
+        wrong = fatal_flag(release_of(), RECIPE_CACHE, given)
+        detail = f"{RECIPE_CACHE}={given}" + (f": {wrong}" if wrong else "")
+        return Check("recipe cache", wrong is None, detail)
     folder, why = recipe_folder(os.environ)
     if folder is None:
         return Check("recipe cache", False, f"off: {why} (set {RECIPE_CACHE} to a local folder)")

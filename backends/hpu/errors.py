@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lantern_hpu.errors import DeviceError, LanternError
+from lantern_hpu.errors import Arg, DeviceError, LanternError, Words, shell
 
 
 @dataclass(frozen=True)
@@ -14,17 +14,18 @@ class Known:
     """A message of Gaudi's software.
 
     Attributes:
-        pattern: a regular expression, any case. what: what it means. hint: what to try.
+        pattern: a regular expression, any case. what: what it means. hint: what to try, with its arguments.
         only: the one release that was read and has it; None: both, or the driver.
     """
 
     pattern: str
     what: str
-    hint: str
+    hint: Words
     only: str | None = None
 
 
 STATUS = r"(?:synStatus[ =]+|synapse error: )"
+DOCTOR, LINT = shell("doctor"), shell("lint", Arg("strict", True))
 OTHER_CARD = "`hl-smi` shows who has which card; HABANA_VISIBLE_MODULES=<module id> picks another"
 
 
@@ -41,22 +42,22 @@ device already acquired|{STATUS}20\b
     {OTHER_CARD}
 device not found|{STATUS}8\b
     no free Gaudi card was found: all are taken, or the container was given none
-    {OTHER_CARD}; a container needs --runtime=habana and HABANA_VISIBLE_DEVICES
+    {OTHER_CARD}; a container needs the runtime habana and HABANA_VISIBLE_DEVICES
 device in reset|{STATUS}17\b
     the Gaudi card is being reset
     try again in a minute; if it stays so, `dmesg` has the driver's reason
 device acquire failed|synDeviceAcquire
     no Gaudi card could be opened; most often each is taken by another process
-    {OTHER_CARD}; `lantern-hpu doctor` checks driver and container
+    {OTHER_CARD}; `{DOCTOR}` checks driver and container
 allocation failed for size::|{STATUS}(?:4|14)\b
     the Gaudi card has no memory left
-    a smaller --batch-size or tree; --graphs hpu_graph_split or eager; a card of its own
+    a smaller batch_size or tree; graphs=hpu_graph_split or graphs=eager; a card of its own
 collective nonSFG is not supported
     a collective operation was called while an HPU graph was recorded
     PT_HPU_ENABLE_LAZY_COLLECTIVES=true before Python starts, or one process a card
 cpu fallback is not supported during hpu graph capturing
     an operation that Gaudi does not have is called in a function that is recorded
-    `lantern-hpu lint --strict` names it; --graphs eager runs it on the processor
+    `{LINT}` names it; graphs=eager runs it on the processor
 graph capture already in progress
     an HPU graph is recorded while another one still is; an earlier recording broke off
     start a new process: this one cannot leave the recording; the first error is the cause
@@ -65,27 +66,27 @@ capture must end on the (?:same )?stream
     no torch.hpu.stream(...) inside of what is recorded; start a new process
 graph compile failed|synNodeCreate\w* failed|{STATUS}26\b
     Gaudi's compiler could not make a recipe of the graph: an unsupported operation, type or size
-    --graphs hpu_graph_split for smaller graphs, --kernels plain without fused kernels,
-        `lantern-hpu lint --strict`; HABANA_LOGS has the node
+    graphs=hpu_graph_split for smaller graphs, kernels=plain without fused kernels,
+        `{LINT}`; HABANA_LOGS has the node
 is not yet supported on HPU
     Gaudi lacks an operation, or lacks it for this type, and PT_HPU_PLACE_ON_CPU forbids the processor
-    unset PT_HPU_PLACE_ON_CPU; `lantern-hpu lint --strict` lists such operations
+    unset PT_HPU_PLACE_ON_CPU; `{LINT}` lists such operations
 trying to cast Long to Int
     in lazy mode Gaudi keeps int64 as int32, and a value does not fit
-    find the value above 2**31 - 1, or --graphs compile, where int64 is whole
+    find the value above 2**31 - 1, or graphs=compile, where int64 is whole
 Compile-time major/minor PyTorch version
     torch was replaced: Gaudi's plugin was built for another version of it
     a fresh Gaudi image, and pip without constraints.txt or a torch version
 (?:Stock|Upstream) PyTorch version .* not supported in Lazy mode
     lazy mode, and with it HPU graphs, needs Gaudi's own build of torch
-    --graphs compile (with PT_HPU_LAZY_MODE unset), or an image pytorch-installer-*
+    graphs=compile (with PT_HPU_LAZY_MODE unset), or an image pytorch-installer-*
 neither HPU fork nor CPU upstream
     torch is of the wrong flavour: Gaudi's plugin takes its own build (+git, +hpu) or a stock +cpu one
     a fresh Gaudi image, and pip without constraints.txt or a torch version
     1.24
 libhabana_pytorch\S*\.so not found
     Gaudi's plugin lacks the library for this torch and mode
-    --graphs compile where libhabana_pytorch_plugin.so is what lacks; else another image
+    graphs=compile where libhabana_pytorch_plugin.so is what lacks; else another image
 (?:habana|hpu)\S*\.so\S* undefined symbol
     torch was replaced: Gaudi's plugin does not fit the torch that is installed
     a fresh Gaudi image, and pip without constraints.txt or a torch version
@@ -97,31 +98,46 @@ No module named '?habana_frameworks
     run inside a Gaudi image, see docs/gaudi.md
 failed to infer device type
     the plugin or the driver is missing, or their releases differ
-    `lantern-hpu doctor` shows both; the image must be of the driver's release
+    `{DOCTOR}` shows both; the image must be of the driver's release
 has no attribute '(?:HPUGraph|wrap_in_hpu_graph\w*|ModuleCacher)'
     Gaudi's software was loaded without lazy mode, and HPU graphs exist in lazy mode alone
-    PT_HPU_LAZY_MODE=1 before Python starts, or --graphs compile
+    PT_HPU_LAZY_MODE=1 before Python starts, or graphs=compile
     1.19
 available in lazy mode only
     Gaudi's software was loaded without lazy mode, and HPU graphs work in lazy mode alone
-    PT_HPU_LAZY_MODE=1 before Python starts, or --graphs compile
+    PT_HPU_LAZY_MODE=1 before Python starts, or graphs=compile
     1.24
 invalid backend: '?hpu_backend
     Gaudi's compiler is unknown to torch: the plugin is not loaded, or it is in lazy mode
-    PT_HPU_LAZY_MODE=0 before Python starts, or --graphs hpu_graph
+    PT_HPU_LAZY_MODE=0 before Python starts, or graphs=hpu_graph
 PT_HPU_RECIPE_CACHE_CONFIG
     this release of Gaudi's software wants another form of PT_HPU_RECIPE_CACHE_CONFIG
     the path alone, which every release takes, or unset it
     1.24
 Flags name: \w+,|Environment flag \w+ is obsolete
     Gaudi's software refuses the value of a flag, or the flag
-    unset it; `lantern-hpu doctor` shows every flag
+    unset it; `{DOCTOR}` shows every flag
     1.24
 {STATUS}\d+
     Gaudi's software failed with a status that is not in our list
-    HABANA_LOGS has more; please report it with `lantern-hpu doctor --json`
+    HABANA_LOGS has more; please report it with `{DOCTOR} --json`
 """
-KNOWN = [Known(*row) for row in text_rows(KNOWN_TEXT)]
+
+
+def worded(text: str) -> Words:
+    """Words of a text in which `graphs=eager` is an argument."""
+    parts = re.split(r"\b(batch_size|(?:graphs|kernels)=\w+)", text)
+    words = [part.strip() for part in parts]
+    for index in range(1, len(parts), 2):
+        name, _, value = parts[index].partition("=")
+        words[index] = Arg(name, value or None)
+    return Words(*words)
+
+
+KNOWN = [
+    Known(pattern, what, worded(hint), *only)
+    for pattern, what, hint, *only in text_rows(KNOWN_TEXT)
+]
 
 
 def explain_gaudi(error: BaseException | str) -> DeviceError | None:

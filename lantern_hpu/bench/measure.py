@@ -27,7 +27,7 @@ from lantern_hpu.tree import DynamicTree, Tree
 
 def device_time(backend: Backend) -> float:
     """The time in seconds when everything asked for so far is done."""
-    backend.queue.flush()  # a lazy device would drop or postpone it
+    backend.transfers.flush()  # a lazy device would drop or postpone it
     backend.synchronize()
     return time.perf_counter()
 
@@ -37,7 +37,7 @@ def seconds_of(backend: Backend, function: Callable[[], object], calls: int = 1)
     began = device_time(backend)
     for _ in range(calls):
         function()
-        backend.queue.flush()
+        backend.transfers.flush()
     return (device_time(backend) - began) / calls
 
 
@@ -215,7 +215,7 @@ def step_alone(engine: Engine, prefix: Prefix, requests: Sequence[Request], most
     engine.prefill_batch(prefix, requests)
     count = min(most, engine.spec.block)
     engine.upload_uniforms([request.seed for request in requests], 1, count)
-    with engine.tuner.held():
+    with engine.tuner.with_threads():
         return 1000 * seconds_of(engine.backend, engine.step, count)
 
 

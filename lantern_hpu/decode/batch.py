@@ -171,7 +171,7 @@ class Batch:
             engine.run_steps(seeds, first, count)
             added = count * engine.spec.max_step_tokens
             return [min(tokens + added, self.total) for tokens in self.known], 0
-        ahead = engine.backend.queue.runs_ahead and count > 1
+        ahead = engine.backend.transfers.runs_ahead and count > 1
         return engine.run_steps_and_read(seeds, first, count, ahead), int(ahead)
 
     @own_defaults()

@@ -194,14 +194,14 @@ class Engine:
         """Begin one image in a slot while the others go on; no host read, as one token of it is known for sure."""
         assert self.spec.open
         goal = self.prefill_inputs[1].slot
-        self.backend.queue.upload(torch.tensor([slot], dtype=torch.int32), goal)
+        self.backend.transfers.upload(torch.tensor([slot], dtype=torch.int32), goal)
         self.prefill_into(1, prefix, [request])
 
     def prefill_into(self, number: int, prefix: Prefix, requests: Sequence[Request]) -> Tensor:
         """Prefill by one of the recordings. -> [B] tokens known, on the device"""
         self.upload_prefix(prefix, self.prefill_inputs[number])
         self.upload_settings(requests, self.prefill_inputs[number])
-        with self.tuner.held():
+        with self.tuner.with_threads():
             self.known = self.prefill_runners[number]()
         return self.known
 
@@ -230,7 +230,7 @@ class Engine:
         assert self.known is not None
         if not ahead:
             return self.read(self.known)
-        asked = self.backend.queue.read(self.known)
+        asked = self.backend.transfers.read(self.known)
         self.replay_steps(1)
         self.host_reads += 1
         return asked()
@@ -254,7 +254,7 @@ class Engine:
 
     def upload_settings(self, requests: Sequence[Request], inputs: PrefillInput) -> None:
         """Copy the settings of images to where they are admitted from, behind what was launched before."""
-        upload = self.backend.queue.upload
+        upload = self.backend.transfers.upload
         sampling = sampling_params([r.sampling for r in requests], self.target.config.vocab_size)
         for value, goal in paired(sampling, inputs.sampling):
             upload(value, goal)
@@ -277,7 +277,7 @@ class Engine:
         # Positions past the prefix are never padding.
         width = inputs.valid.shape[1] - valid.shape[1]
         inputs.valid.copy_(F.pad(valid, (0, width), value=True))
-        self.backend.queue.flush()
+        self.backend.transfers.flush()
 
     def upload_uniforms(
         self, seeds: Sequence[int | None], first: int | Sequence[int], count: int
@@ -288,7 +288,7 @@ class Engine:
         """
         block = np.zeros(self.state.uniforms.shape, np.float32)
         block[:count] = uniform_block(seeds, first, count, self.spec.draws)
-        self.backend.queue.upload(torch.from_numpy(block), self.state.uniforms)
+        self.backend.transfers.upload(torch.from_numpy(block), self.state.uniforms)
         self.state.cursor.zero_()
 
     def read(self, known: Tensor) -> list[int]:
@@ -298,7 +298,7 @@ class Engine:
 
     def read_tokens(self) -> NDArray[np.int64]:
         """The tokens so far [B, N]; those past an image's known ones mean nothing. A host read."""
-        self.backend.queue.flush()
+        self.backend.transfers.flush()
         self.host_reads += 1
         return self.token_rows().cpu().numpy().astype(np.int64)
 
@@ -309,7 +309,7 @@ class Engine:
 
     def result(self, images: Mapping[int, Request]) -> list[ImageRecord]:
         """Tokens and counts of images that are done, by their slots. One host read."""
-        self.backend.queue.flush()
+        self.backend.transfers.flush()
         self.host_reads += 1
         state = self.state
         total = self.target.config.tokens
@@ -362,7 +362,7 @@ class Engine:
                 before = known
                 made = dict[str, Any]()
                 seconds = dict[str, float]()
-                with self.tuner.held():
+                with self.tuner.with_threads():
                     last = clock() if clock else 0.0
                     for stage, result in self.step_function.stages(self.state):
                         made[stage] = result

@@ -40,7 +40,7 @@ def decode_codes(
     if vq is None:
         return images
     for row in torch.from_numpy(codes.astype(np.int32)).split(1):
-        backend.queue.flush()  # the same graph for each image
+        backend.transfers.flush()  # the same graph for each image
         with torch.no_grad():
             images += to_images(vq.decode_codes(row.to(backend.device), config.grid))
     return images

@@ -52,7 +52,7 @@ ToDevice = Callable[[Tensor, torch.device | None], Tensor]
 
 
 def to_device(values: Tensor, device: torch.device | None) -> Tensor:
-    """The plain form, for which the host may wait; `Queue.to_device` is a device's own."""
+    """The plain form, for which the host may wait; `Transfers.to_device` is a device's own."""
     return values.to(device)
 
 

@@ -101,10 +101,10 @@ class Asked:
         request = Request(PROMPT, SEED, pipeline.model.sampling, chosen.relaxation)
         engine = pipeline.engines.get(pipeline.spec([request], chosen.tree, 1))
         pipeline.prepare(engine, [request], timing)
-        before = pipeline.backend.queue.counters()
+        before = pipeline.backend.transfers.counters()
         with pipeline.backend.errors(), torch.no_grad():
             list(pipeline.stream(engine, [request], timing, most=most))
-        after = pipeline.backend.queue.counters()
+        after = pipeline.backend.transfers.counters()
         self.counted = {name: after[name] - before.get(name, 0) for name in after}
         return engine, timing.steps
 

@@ -161,34 +161,36 @@ def format_of(weights: Sequence[Tensor]) -> int:
     return FLOAT16 if exact else FLOAT32
 
 
-MODULES: WeakValueDictionary[int, Any] = WeakValueDictionary()  # by the number an operator is given
+# By `id`: compilers pass whole numbers to an operator, and no modules
+MODULES: WeakValueDictionary[int, Any] = WeakValueDictionary()
 STORED = (torch.bfloat16, torch.float16, torch.float32)  # by format
 
 native_linear = operator(
-    "native_linear(Tensor x, int number) -> Tensor",
-    lambda x, number: x.new_empty(*x.shape[:-1], MODULES[number].out_features),
-)(lambda x, number: MODULES[number].multiply(x))
+    "native_linear(Tensor x, int module) -> Tensor",
+    lambda x, module: x.new_empty(*x.shape[:-1], MODULES[module].out_features),
+)(lambda x, module: MODULES[module].multiply(x))
 
 
 class NativeLinear(nn.Module):
     """`nn.Linear` for inference, [.., in] -> [.., out]: a matrix in the order that `decoder.c` reads it.
 
     Args:
-        number: of a format. gated: the first half of the outputs are gates of the second half.
+        weight_format: of the packed matrix. gated: the first half of the outputs are gates of the second half.
     """
 
     packed: Tensor
     bias: Tensor | None  # [out] float32, up to a multiple of `LANES`
 
-    def __init__(self, layer: nn.Linear, number: int, gated: bool = False) -> None:
+    def __init__(self, layer: nn.Linear, weight_format: int, gated: bool = False) -> None:
         super().__init__()
-        weight, self.format = layer.weight.detach().to(STORED[number]).contiguous(), number
+        self.format = weight_format
+        weight = layer.weight.detach().to(STORED[weight_format]).contiguous()
         self.out_features, self.in_features = weight.shape
         sizes = self.in_features, self.out_features
-        size = call("lantern_packed_bytes", number, *sizes)
+        size = call("lantern_packed_bytes", weight_format, *sizes)
         self.register_buffer("packed", torch.empty(size, dtype=torch.uint8), persistent=False)
         packed = self.packed.data_ptr()
-        call("lantern_pack", number, weight.data_ptr(), *sizes, gated, packed)
+        call("lantern_pack", weight_format, weight.data_ptr(), *sizes, gated, packed)
         width = (0, -self.out_features % LANES)  # that whole vectors can be read
         bias = None if layer.bias is None else F.pad(layer.bias.detach().float(), width)
         self.register_buffer("bias", bias, persistent=False)
@@ -214,9 +216,9 @@ MATRICES = ("qkv", "out", "gate_up", "down", "word_gate_up", "word_down")
 EACH = ("x", "rope", "mask", "index", "source", "starts", "words")
 
 native_decode = operator(
-    "native_decode(Tensor?[] each, Tensor(a!)[] cache, int[] aux_layers, int number) -> Tensor",
-    lambda each, cache, aux_layers, number: MODULES[number].features_of(each[0], aux_layers),
-)(lambda each, cache, aux_layers, number: MODULES[number].run(each, cache, aux_layers))
+    "native_decode(Tensor?[] each, Tensor(a!)[] cache, int[] aux_layers, int module) -> Tensor",
+    lambda each, cache, aux_layers, module: MODULES[module].features_of(each[0], aux_layers),
+)(lambda each, cache, aux_layers, module: MODULES[module].run(each, cache, aux_layers))
 
 
 class NativeDecoder(nn.Module):
@@ -347,7 +349,7 @@ def blocks_of(module: nn.Module) -> list[Any]:
     return [*getattr(module, "layers", ())] or ([] if block is None else [block])
 
 
-def obstacle(modules: Sequence[nn.Module]) -> str:
+def why_unsupported(modules: Sequence[nn.Module]) -> str:
     """Why these models cannot take the native form here, or nothing."""
     found, why = open_library()
     if found is None:
