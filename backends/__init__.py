@@ -30,7 +30,7 @@ class Device:
         backend: where its class is.
         card: what a cluster calls one; a processor is counted in cores.
         package: without which it cannot be here. without: how to run its code where it is not.
-        kernels: that it has forms of its own of; `candidates.py` gives them.
+        kernels: that it has forms of its own of; `Backend.candidates` gives them.
         modes: graph modes that `verify` asks. stages: what it asks of this device alone, each in a mode.
     """
 

@@ -29,6 +29,7 @@ from lantern_hpu.backends import (
     DraftingDefaults,
     host,
 )
+from lantern_hpu.backends.candidates import Candidate
 from lantern_hpu.errors import DeviceError, OutputError, choices, require
 from lantern_hpu.files import own_cache
 from lantern_hpu.ops.kernels import PLAIN, Kernels, Sizes
@@ -321,6 +322,10 @@ class Backend(ABC):
                 the best one, and sizes of the device's own choice.
         """
         return PLAIN
+
+    def candidates(self, dtype: torch.dtype) -> dict[str, Candidate]:
+        """The device's own forms of kernels, whether or not they are right here."""
+        return {}
 
     def try_kernel(self) -> str | None:
         """Whether kernels of the device's own can be built here, and why not; None: none are built."""

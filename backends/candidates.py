@@ -5,15 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
-
-from lantern_hpu.backends.base import Backend
-
-if TYPE_CHECKING:
-    from lantern_hpu.backends.hpu.backend import HPUBackend
 
 Example = tuple[Sequence[Any], Sequence[Tensor]]  # arguments, outcome
 # What software without the kernel, or with other arguments for it, raises
@@ -81,16 +76,3 @@ def tensors(arguments: Sequence[Any]) -> Sequence[Tensor]:
     """Those among arguments, and in the tuples among them."""
     nested = [tensors(x) if isinstance(x, tuple) else [x] for x in arguments]
     return [x for part in nested for x in part if isinstance(x, Tensor)]
-
-
-def candidates_of(backend: Backend, dtype: torch.dtype) -> dict[str, Candidate]:
-    """All that a device has, whether or not they are right there; their names are those of its `Device.kernels`."""
-    if backend.name == "cuda":
-        from lantern_hpu.backends.cuda import kernels as triton
-
-        return triton.triton_candidates(backend.device, dtype)
-    if backend.name == "hpu":
-        from lantern_hpu.backends.hpu import backend as gaudi
-
-        return gaudi.hpu_candidates(cast("HPUBackend", backend), dtype)
-    return {}

@@ -20,8 +20,9 @@ from gaudi_emulator.device import Device
 from gaudi_emulator.graphs import HPUGraph, Recording
 from lantern_hpu.backends import BACKENDS
 from lantern_hpu.backends.base import Transfers
-from lantern_hpu.backends.candidates import Candidate, candidates_of
+from lantern_hpu.backends.candidates import Candidate
 from lantern_hpu.backends.cuda import kernels as triton
+from lantern_hpu.backends.cuda.backend import CUDABackend
 from lantern_hpu.backends.cuda.kernels import checks
 from lantern_hpu.cli import main as run
 from lantern_hpu.decode.engine import Engine, GraphReport
@@ -313,7 +314,7 @@ def test_memory_that_refuses_its_second_life_is_refuted(
 
 def test_every_kernel_that_a_device_has_is_asked() -> None:
     with asked("kernels") as question:
-        assert set(candidates_of(question.backend, torch.float32)) == set(BACKENDS["hpu"].kernels)
+        assert set(question.backend.candidates(torch.float32)) == set(BACKENDS["hpu"].kernels)
 
 
 def test_kernel_that_a_release_lacks_is_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -467,13 +468,11 @@ def test_what_a_step_does_after_the_warm_up_is_refuted(
 # On CUDA all nine Triton kernels are asked; here plain forms stand in for them
 
 
-class OneCard:
-    """What a question about kernels needs of a backend."""
-
-    name, device = "cuda", torch.device("cpu")
+class OneCard(CUDABackend):
+    device = torch.device("cpu")
     dtypes = {"float32": ""}
 
-    def kernels(self, choice: str, dtype: torch.dtype) -> Kernels:
+    def kernels(self, choice: str = "auto", *sizes: Any) -> Kernels:
         return PLAIN
 
 

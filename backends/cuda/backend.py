@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lantern_hpu.backends import QUANTIZED, DraftingDefaults
 from lantern_hpu.backends.base import Backend, Memory, Transfers
+from lantern_hpu.backends.candidates import Candidate
 from lantern_hpu.errors import Arg, DeviceError, shell, words
 from lantern_hpu.ops.kernels import PLAIN, Kernels, Sizes
 
@@ -120,13 +121,17 @@ class CUDABackend(Backend):
 
         return triton_kernels(self.device, dtype or self.number_format("auto")[0])
 
-    def try_kernel(self) -> str:
+    def candidates(self, dtype: torch.dtype) -> dict[str, Candidate]:
         from lantern_hpu.backends.cuda.kernels import triton_candidates
+
+        return triton_candidates(self.device, dtype)
+
+    def try_kernel(self) -> str:
         from lantern_hpu.backends.cuda.kernels.checks import fault
 
         try:
             dtype = self.number_format("auto")[0]
-            why = fault(triton_candidates(self.device, dtype)["swiglu"])
+            why = fault(self.candidates(dtype)["swiglu"])
         except ImportError as error:
             why = f"{error}; pip install triton"
         return f"plain ones serve: {why}" if why else "Triton builds them here"

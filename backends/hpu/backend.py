@@ -133,6 +133,9 @@ class HPUBackend(Backend):
             return PLAIN
         return hpu_kernels(self, dtype or self.number_format("auto")[0], sizes)
 
+    def candidates(self, dtype: torch.dtype) -> dict[str, Candidate]:
+        return hpu_candidates(self, dtype)
+
     def compile(self, function: nn.Module) -> Callable[[Any], Tensor]:
         return compile_whole(function, "hpu_backend")
 

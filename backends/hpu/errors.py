@@ -15,13 +15,11 @@ class Known:
 
     Attributes:
         pattern: a regular expression, any case. what: what it means. hint: what to try, with its arguments.
-        only: the one release that was read and has it; None: both, or the driver.
     """
 
     pattern: str
     what: str
     hint: Words
-    only: str | None = None
 
 
 STATUS = r"(?:synStatus[ =]+|synapse error: )"
@@ -35,7 +33,7 @@ def text_rows(text: str) -> list[list[str]]:
     return [[" ".join(cell.split()) for cell in re.split(r"\n {4}(?=\S)", row)] for row in rows]
 
 
-# Pattern, meaning, what to try, and the one release; the first that fits is taken, so the particular stand above.
+# Pattern, meaning, what to try; the first that fits is taken, so the particular stand above.
 KNOWN_TEXT = rf"""
 device already acquired|{STATUS}20\b
     the Gaudi card is already taken, and a card serves one process
@@ -83,7 +81,6 @@ Compile-time major/minor PyTorch version
 neither HPU fork nor CPU upstream
     torch is of the wrong flavour: Gaudi's plugin takes its own build (+git, +hpu) or a stock +cpu one
     a fresh Gaudi image, and pip without constraints.txt or a torch version
-    1.24
 libhabana_pytorch\S*\.so not found
     Gaudi's plugin lacks the library for this torch and mode
     graphs=compile where libhabana_pytorch_plugin.so is what lacks; else another image
@@ -99,25 +96,18 @@ No module named '?habana_frameworks
 failed to infer device type
     the plugin or the driver is missing, or their releases differ
     `{DOCTOR}` shows both; the image must be of the driver's release
-has no attribute '(?:HPUGraph|wrap_in_hpu_graph\w*|ModuleCacher)'
-    Gaudi's software was loaded without lazy mode, and HPU graphs exist in lazy mode alone
-    PT_HPU_LAZY_MODE=1 before Python starts, or graphs=compile
-    1.19
-available in lazy mode only
+has no attribute '(?:HPUGraph|wrap_in_hpu_graph\w*|ModuleCacher)'|available in lazy mode only
     Gaudi's software was loaded without lazy mode, and HPU graphs work in lazy mode alone
     PT_HPU_LAZY_MODE=1 before Python starts, or graphs=compile
-    1.24
 invalid backend: '?hpu_backend
     Gaudi's compiler is unknown to torch: the plugin is not loaded, or it is in lazy mode
     PT_HPU_LAZY_MODE=0 before Python starts, or graphs=hpu_graph
 PT_HPU_RECIPE_CACHE_CONFIG
     this release of Gaudi's software wants another form of PT_HPU_RECIPE_CACHE_CONFIG
     the path alone, which every release takes, or unset it
-    1.24
 Flags name: \w+,|Environment flag \w+ is obsolete
     Gaudi's software refuses the value of a flag, or the flag
     unset it; `{DOCTOR}` shows every flag
-    1.24
 {STATUS}\d+
     Gaudi's software failed with a status that is not in our list
     HABANA_LOGS has more; please report it with `{DOCTOR} --json`
@@ -134,10 +124,7 @@ def worded(text: str) -> Words:
     return Words(*words)
 
 
-KNOWN = [
-    Known(pattern, what, worded(hint), *only)
-    for pattern, what, hint, *only in text_rows(KNOWN_TEXT)
-]
+KNOWN = [Known(pattern, what, worded(hint)) for pattern, what, hint in text_rows(KNOWN_TEXT)]
 
 
 def explain_gaudi(error: BaseException | str) -> DeviceError | None:
@@ -148,9 +135,7 @@ def explain_gaudi(error: BaseException | str) -> DeviceError | None:
     for known in KNOWN:
         for message in messages:
             if re.search(known.pattern, message, re.IGNORECASE):
-                line, only = _line(message, known.pattern), known.only
-                why = f"{line} (bridge {only})" if only else line
-                return DeviceError(known.what, why, known.hint)
+                return DeviceError(known.what, _line(message, known.pattern), known.hint)
     return None
 
 

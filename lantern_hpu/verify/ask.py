@@ -13,7 +13,7 @@ import torch
 
 from lantern_hpu.backends import DeviceOptions, get_backend
 from lantern_hpu.backends.base import Backend
-from lantern_hpu.backends.candidates import LACKING, candidates_of, difference
+from lantern_hpu.backends.candidates import LACKING, difference
 from lantern_hpu.backends.hpu import errors as hpu_errors
 from lantern_hpu.bench.cases import BenchRequest
 from lantern_hpu.bench.run_bench import open_pipeline, run_bench
@@ -133,7 +133,7 @@ class Asked:
         backend, numbers, found = self.backend, dict[str, Any](), list[str]()
         for name in (name for name in JUDGED if name in backend.dtypes):
             dtype = getattr(torch, name)
-            candidate = candidates_of(backend, dtype)[item]
+            candidate = backend.candidates(dtype)[item]
             try:
                 apart = candidate.apart()
             except LACKING as error:
