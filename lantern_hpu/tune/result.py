@@ -9,9 +9,9 @@ from typing import Any
 from lantern_hpu.errors import Arg, shell
 from lantern_hpu.methods.setting import AUTO
 from lantern_hpu.results.tables import Table
-from lantern_hpu.train.acceptance_counts import KINDS, ChildCounts
+from lantern_hpu.train.acceptance_counts import ChildCounts
 from lantern_hpu.tree import DraftTree
-from lantern_hpu.tune.search import ChanceTable, Costs, estimate, expected_steps, gain_probs
+from lantern_hpu.tune.search import ChanceTable, Costs, expected_steps, gain_probs
 
 # Of a step of `ar`: what one over more tokens takes at least, but for what clocks are off
 LEAST_STEP = 0.85
@@ -30,11 +30,11 @@ class Figures:
     def expected(
         cls, tree: DraftTree, chances: ChanceTable, costs: Costs, tokens: int, images: int
     ) -> Figures:
-        """What so many images of so many tokens, decoded together, should come to."""
-        gains, step = gain_probs(tree, chances), costs.step(tree)
+        """What n images of n tokens, decoded together, should come to."""
+        gains = gain_probs(tree, chances)
+        step = costs.step(tree)
         slowest = expected_steps(gains, tokens, images)
-        each = slowest if images == 1 else expected_steps(gains, tokens)
-        return cls(tokens / each, step, step * slowest / (images * tokens))
+        return cls(tokens / expected_steps(gains, tokens), step, step * slowest / (images * tokens))
 
 
 @dataclass(frozen=True)
@@ -112,10 +112,8 @@ FIGURES = "tokens a step, ms a step, ms a token, x ar".split(", ")
 
 
 def tuning_text(tuning: TuningResult) -> str:
-    parts = [tuning_table(tuning)] if tuning.doubt else [tuning_table(tuning), fastest_text(tuning)]
-    if tuning.costs is not None and tuning.counts is not None:
-        parts = [costs_text(tuning.costs), chances_text(estimate(tuning.counts)), *parts]
-    return "\n\n".join(parts)
+    table = tuning_table(tuning)
+    return table if tuning.doubt else f"{table}\n\n{fastest_text(tuning)}"
 
 
 def tuning_table(tuning: TuningResult) -> str:
@@ -135,27 +133,6 @@ def tuning_table(tuning: TuningResult) -> str:
     if of_trees:
         head = ["expected -> measured", "nodes", "depth", *FIGURES, f"{tuned.name} is x"]
     return Table(head, lines).markdown()
-
-
-def costs_text(costs: Costs) -> str:
-    measured = zip(costs.widths, costs.verify, strict=True)
-    verify = ", ".join(f"{ms:.2f} ({width})" for width, ms in measured)
-    return (
-        f"ms of a step: {costs.alone:.2f} for ar; with drafts {verify} nodes verified,\n"
-        f"and {costs.level:.2f} each level, {costs.node:.2f} each node with children, "
-        f"{costs.child:.2f} each child tried in turn"
-    )
-
-
-def chances_text(chances: ChanceTable) -> str:
-    lines = ["chance of each child, once its parent was accepted:"]
-    for depth, rows in enumerate(chances, 1):
-        for name, row in zip(KINDS, rows, strict=True):
-            if depth > 1 or name == KINDS[0]:
-                parent = "the root" if depth == 1 else f"a {name} child"
-                shown = " ".join(f"{chance:.2f}" for chance in row)
-                lines.append(f"  depth {depth}, of {parent}: {shown}")
-    return "\n".join(lines)
 
 
 def fastest_text(tuning: TuningResult) -> str:

@@ -95,8 +95,6 @@ class Tuner:
         pipeline.warm_up(engine, requests[0])
         return engine
 
-    # -- measurements
-
     def step_ms(self, tree: DraftTree) -> float:
         """Milliseconds of a step with a tree: the median of a few timings of a few steps each."""
         requests = self.requests(self.options.batch_size, tree)
@@ -162,8 +160,6 @@ class Tuner:
                 lambda event: self.show_row(event.rows // size),
             )
         return sum(done.steps for done in finished), timing
-
-    # -- all of it
 
     def best_tree(self, counts: ChildCounts, costs: Costs) -> DraftTree:
         self.bar.set_description("searching")

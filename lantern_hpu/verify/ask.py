@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import cached_property
@@ -21,12 +21,10 @@ from lantern_hpu.core import Request, RunStats
 from lantern_hpu.decode.engine import Engine, GraphReport
 from lantern_hpu.decode.memory import DeviceMemory
 from lantern_hpu.decode.memory import peak as planned_peak
-from lantern_hpu.decode.state import DecodeState
 from lantern_hpu.errors import LanternError
 from lantern_hpu.methods.setting import Setting
 from lantern_hpu.models.transformer import Target
 from lantern_hpu.ops import sampling
-from lantern_hpu.ops.kv_cache import KVCache
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.plan.requirements import Counted, setup_of
 from lantern_hpu.verify.distribution import LEAST_CHANCE, measure
@@ -47,9 +45,8 @@ PROMPT = "a red apple"
 SEED = 7
 FEW_STEPS = 16  # whose tokens are compared where no card is: that is slow
 CACHE_STEPS = 12  # after which the caches are compared
-CACHE_TOLERANCE = (
-    2e-2  # sums of several layers, in another order and on a card in lower precision inside
-)
+# Sums of several layers, in another order and on a card in lower precision inside
+CACHE_TOLERANCE = 2e-2
 SEEDS = 256  # whose first tokens are held to the distribution
 JUDGED = ("float32", "bfloat16")  # formats in which kernels are asked
 DRAWN, VOCABULARY = 64, 32769  # draws, and Emu3's codes, one past a power of two
@@ -115,7 +112,7 @@ class Asked:
         return None if backend is None else dict(backend.describe())
 
     def answer(self, item: str) -> Answer:
-        """What the method that is called as the stage's kind answers."""
+        """What the method named as the stage's kind answers."""
         answer: Answer = getattr(self, self.stage.kind)(item)
         return answer
 
@@ -209,9 +206,10 @@ class Asked:
         pending = engine.spec.tree.depth + 1  # positions that the next step writes at last
         known = pipeline.model.target.config.prefix + counts.min() - pending
         padding = ~state.valid.cpu()[:, :known, None, None]  # [R, positions, 1, 1]
+        caches = {"target": state.kv_cache, "drafter": getattr(state.drafting, "kv_cache", None)}
         return {
             f"{name}, layer {layer}, {part}": tensor.cpu()[:, :known].masked_fill(padding, 0)
-            for name, cache in (("target", state.kv_cache), ("drafter", drafter_cache(state)))
+            for name, cache in caches.items()
             if cache is not None
             for layer, one in enumerate(cache.layers)
             for part, tensor in zip(("keys", "values"), one.read(), strict=True)
@@ -265,10 +263,10 @@ class Asked:
         try:
             self.steps(self.pipeline, item, CUT_STEPS)
         except Exception as error:
-            refusals = [line for cause in causes(error) if (line := refusal_of_a_cut(cause))]
-            if not refusals:
+            refusal = refusal_of_a_cut(error)
+            if not refusal:
                 raise
-            return "refuted", refusals[-1], {}
+            return "refuted", refusal, {}
         return "confirmed", f"compiled whole with {CUTS_REFUSED}=0", {}
 
     def distribution(self, item: str) -> Answer:
@@ -315,23 +313,16 @@ def grouped(pipeline: LanternPipeline) -> LanternPipeline:
     return LanternPipeline(model, pipeline.fit, pipeline.options)
 
 
-def drafter_cache(state: DecodeState) -> KVCache | None:
-    return getattr(state.drafting, "kv_cache", None)
-
-
-def causes(error: BaseException | None) -> Iterator[BaseException]:
+def refusal_of_a_cut(error: BaseException | None) -> str:
+    """The line by which a compiler refuses to cut, of an error or its deepest cause that has one; empty if none has."""
+    found = ""
     while error is not None:
-        yield error
+        lines = str(error).splitlines() or [""]
+        named = [line.strip() for line in lines if "fallback" in line.lower()]
+        if named or isinstance(error, AssertionError):
+            found = f"{type(error).__name__}: {[*named, lines[0]][0]}"
         error = error.__cause__ or error.__context__
-
-
-def refusal_of_a_cut(error: BaseException) -> str:
-    """The line of an error by which a compiler refuses to cut; empty if it is another's."""
-    lines = str(error).splitlines() or [""]
-    named = [line.strip() for line in lines if "fallback" in line.lower()]
-    if named or isinstance(error, AssertionError):
-        return f"{type(error).__name__}: {[*named, lines[0]][0]}"
-    return ""
+    return found
 
 
 def explained(error: BaseException) -> str:

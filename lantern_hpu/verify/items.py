@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Literal, NamedTuple
@@ -83,23 +82,22 @@ def gaudi_facts() -> Any:
         return None
 
 
-def items_of(stage: Stage) -> Iterator[Question]:
+def items_of(stage: Stage) -> list[Question]:
     """Those of a stage; facts load torch."""
     if stage.kind == "facts":
         facts = gaudi_facts()
         known = facts.facts_for(stage.graphs, stage.release) if facts else [("facts", NO_FACTS)]
-        yield from (Question(name, source) for name, source in known)
-    elif stage.kind == "kernels":
-        yield from (Question(name, "its plain twin") for name in BACKENDS[stage.device].kernels)
-        yield Question(DRAWS, "sums in float64")
-    elif stage.kind == "caches":
-        yield from (Question(name, "the plain step on the CPU") for name in (*CACHES, GROUPED))
-    elif stage.kind == "cuts":
-        yield from (Question(name, f"{CUTS_REFUSED}=0") for name in CACHES)
-    elif stage.kind == "distribution":
-        yield from (Question(name, "the plain model's probabilities on the CPU") for name in DRAWN)
-    elif stage.kind == "methods":
-        yield Question(ANEW, "the tokens before they were closed")
-        yield from (Question(name, "the CPU's tokens") for name in METHODS)
-    else:
-        yield Question("short benchmark", "this machine")
+        return [Question(name, source) for name, source in known]
+    kernels = BACKENDS[stage.device].kernels
+    by_kind = {
+        "kernels": {**dict.fromkeys(kernels, "its plain twin"), DRAWS: "sums in float64"},
+        "caches": dict.fromkeys((*CACHES, GROUPED), "the plain step on the CPU"),
+        "cuts": dict.fromkeys(CACHES, f"{CUTS_REFUSED}=0"),
+        "distribution": dict.fromkeys(DRAWN, "the plain model's probabilities on the CPU"),
+        "methods": {
+            ANEW: "the tokens before they were closed",
+            **dict.fromkeys(METHODS, "the CPU's tokens"),
+        },
+        "bench": {"short benchmark": "this machine"},
+    }
+    return [Question(name, source) for name, source in by_kind[stage.kind].items()]
