@@ -21,7 +21,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lantern_hpu import LanternError, LanternPipeline
-from lantern_hpu.commands.generate import main as generate
 from lantern_hpu.commands.train import main
 from lantern_hpu.core import Request, Sampling
 from lantern_hpu.errors import OptionError, WeightsError
@@ -30,7 +29,7 @@ from lantern_hpu.models.transformer import Drafter
 from lantern_hpu.train import wiring
 from lantern_hpu.train.acceptance_counts import profile
 from lantern_hpu.train.drafter_training import DrafterTraining, begin, chain
-from lantern_hpu.train.unroll import Lesson, Unrolled, draw_samples, read_encoded, split
+from lantern_hpu.train.unroll import Lesson, Unrolled, draw_samples, split
 from lantern_hpu.tree import DraftTree
 from tests.folder import write_folder
 
@@ -96,17 +95,6 @@ def test_training_learns_and_reports(trained: Path) -> None:
     assert Image.open(trained / "curve.png").size[0] > 400
     steps = f"| `eagle` | {figures['eagle']['tokens_per_step']:.2f} |"
     assert steps in ModelCard.load(trained / "README.md").text
-
-
-def test_trained_drafter_draws(model: Path, trained: Path, tmp_path: Path) -> None:
-    options = ["--model", str(model), "--prompt", "red cat", "--method", "eagle", "--seed", "3"]
-    assert generate([*options, "--output", str(tmp_path / "own.png")]) == 0
-    mine = ["--drafter", str(trained), "--output", str(tmp_path / "mine.png")]
-    assert generate([*options, *mine]) == 0
-    read = {name: np.asarray(Image.open(tmp_path / f"{name}.png")) for name in ("own", "mine")}
-    assert not np.array_equal(
-        read["own"], read["mine"]
-    )  # other drafts: another draw of the same distribution
 
 
 def test_trained_drafter_is_loaded_in_python(model: Path, trained: Path) -> None:
@@ -207,17 +195,6 @@ def test_pictures_as_tokens_are_learned_from_but_for_held_out_captions(
     other = write_tokens(tmp_path / "other.npz", np.zeros((12, 16), int), PROMPTS)
     assert train(model, prompts, tmp_path / "alone", "--resume", "--tokens", str(other)) == 2
     assert "--tokens cannot change" in capsys.readouterr().err
-
-
-def test_drawn_and_given_tokens_are_learned_from_together(model: Path, tmp_path: Path) -> None:
-    pipeline, file = (
-        LanternPipeline.from_pretrained(str(model), layout="plain"),
-        known_tokens(tmp_path),
-    )
-    drawn = draw_samples(pipeline, PROMPTS, 8, tmp_path / "samples", Accelerator(cpu=True))
-    both = drawn + read_encoded(file, pipeline.model.target.config, held_out=PROMPTS[:1])
-    assert both.tokens.shape == (8 + 2 * (len(PROMPTS) - 1), 16) and both.file
-    assert both.prompts[8:] == [p for p in PROMPTS * 2 if p != PROMPTS[0]]
 
 
 def test_fine_tuning_begins_with_the_drafter_there_is(model: Path) -> None:
@@ -472,26 +449,3 @@ def test_profile_counts_what_the_report_counts(model: Path) -> None:
     assert first["offered"] == [[found["tried"][0]] * 3, [first["offered"][1][0]] * 2 + [0]]
     assert later["offered"][1][1:] == [0, 0]  # the second child has one child
     assert found["tried"][1] == first["offered"][1][0] + later["offered"][1][0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["janus-pro"])
-def test_a_family_without_a_drafter_gets_one_by_command(
-    tmp_path: Path, prompts: Path, name: str
-) -> None:
-    """Two steps: what is kept drafts, and greedy pictures stay what they were."""
-    pytest.importorskip("transformers")
-    from scripts.checkpoints import synthetic
-
-    synthetic.write_all(tmp_path / "public", only={name})
-    folder, model = tmp_path / "drafter", tmp_path / "public" / name
-    sizes = "--samples 8 --batch 1 --steps 2 --measured 1 --unroll 2 --device cpu".split()
-    where = ["--model", str(model), "--data", str(prompts), "--output", str(folder)]
-    assert main(["drafter", *where, *sizes]) == 0
-    assert report(folder)["steps"] == 2 and report(folder)["eagle"]["tokens_per_step"] >= 1
-    common = ["--model", str(model), "--prompt", "red", "--temperature", "0", "--device", "cpu"]
-    plain, drafted = tmp_path / "ar.png", tmp_path / "eagle.png"
-    assert generate([*common, "--method", "ar", "--output", str(plain)]) == 0
-    drafts = ["--method", "eagle", "--tree", "chain", "--drafter", str(folder)]
-    assert generate([*common, *drafts, "--output", str(drafted)]) == 0
-    assert Image.open(plain).tobytes() == Image.open(drafted).tobytes()

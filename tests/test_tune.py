@@ -190,13 +190,6 @@ def test_fitted_costs_are_those_that_made_the_times() -> None:
     assert list(noisy.verify) == sorted(noisy.verify)
 
 
-def test_costs_of_one_width_are_known_of_no_other() -> None:
-    """Where the largest tree has two nodes, all that is measured."""
-    trees = probes(2, 1, 10)
-    found = fit_costs(1.0, trees, [3.0] * len(trees))
-    assert found.widths == (2,) and found.step(load_static("chain")) >= 3
-
-
 def counts_of(offered: list[list[list[int]]], accepted: list[list[list[int]]]) -> ChildCounts:
     return ChildCounts(np.array(offered), np.array(accepted))
 
