@@ -33,7 +33,7 @@ COMMANDS = {
     "train": "train a drafter for a target",
     "tune": "find the window or draft tree that is fastest here",
     "bench": "compare methods and graph modes",
-    "compare": "put benchmarks beside each other: a table and a chart",
+    "compare": "put benchmarks side by side: a table and a chart",
     "fidelity": "measure how far methods move what is drawn",
     "stretch": "write a small model at the sizes of a large one",
     "evaluate": "score what methods draw: quality against speed",

@@ -1,7 +1,7 @@
-"""Several reports beside each other: what may be one row of the table, the table, and one chart. Needs no torch.
+"""Several reports side by side: what may be one row of the table, the table, and one chart. Needs no torch.
 
 A row is a method with its tree and relaxation, in a number format, graph mode and batch size. Runs of another model,
-sampling, seed or prompts are never put beside each other; of another number format or setting they get rows of their
+sampling, seed or prompts are never compared; of another number format or setting they get rows of their
 own. The same files give the same bytes.
 """
 

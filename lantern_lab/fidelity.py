@@ -58,7 +58,7 @@ class Place:
 
     @classmethod
     def of(cls, step: StepTrace, image: int) -> Place:
-        """Of one image; a copy, as the trace goes on."""
+        """Of one image; a copy, as the trace continues."""
         drafts, one = step.drafts, slice(image, image + 1)
         child = drafts.tables.child[one, 0]  # [1, C]
         q = None if drafts.q is None else drafts.q[one, 0].clone()
@@ -108,7 +108,7 @@ def all_places(
     for start in range(0, options.images, BATCH):
         index = range(start, min(options.images, start + BATCH))
         requests = in_turn(prompts_of(pipeline), index, options.seed, pipeline.model.sampling)
-        # Neighbours in the list lie far apart in the image, so that a batch has both ends of it.
+        # Neighbours in the list are far apart in the image, so that a batch has both ends of it.
         shares = [(i * 0.618 + 0.5 / options.images) % 1 for i in index]
         result += find_places(pipeline, tree, requests, shares)
         bar.update(len(index))
@@ -253,7 +253,7 @@ def speed(
 def metered_tv(
     pipeline: LanternPipeline, setting: Resolved, options: FidelityOptions
 ) -> list[float]:
-    """What the meter says of each of so many images, as the mean of a token."""
+    """What the meter says of each image, as the mean of a token."""
     index, sampling = range(options.images), pipeline.model.sampling
     requests = in_turn(prompts_of(pipeline), index, options.seed, sampling, setting.relaxation)
     records = pipeline.draw(requests, setting, BATCH, decode=False).records

@@ -52,7 +52,7 @@ def legend_under(figure: Figure, axes: Axes, columns: int) -> None:
 
 
 def label_point(axes: Axes, text: str, spot: tuple[float, float], color: str) -> None:
-    """Name a point, beside it and in its colour; `saved` moves what would overlap."""
+    """Name a point, next to it and in its colour; `saved` moves what would overlap."""
     if text:
         from matplotlib.patheffects import withStroke
 
@@ -64,7 +64,7 @@ def label_point(axes: Axes, text: str, spot: tuple[float, float], color: str) ->
 
 
 def set_apart(figure: Figure) -> None:
-    """Move each label to where it hides least of points, lines, other labels and of what is beside its panel."""
+    """Move each label to where it hides least of points, lines, other labels and of what is outside its panel."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.text import Annotation
     from matplotlib.transforms import Bbox
@@ -103,7 +103,7 @@ def set_apart(figure: Figure) -> None:
 
 
 def set_at(note: Annotation, offset: tuple[float, float]) -> None:
-    """Set a label so many points from its own, to the left of it or to the right."""
+    """Set a label `offset` points from its own, to the left of it or to the right."""
     note.xyann = offset
     note.set_horizontalalignment("left" if offset[0] > 0 else "right")
 

@@ -1,6 +1,6 @@
 """A small model widened to the sizes of a large one, so that it computes what it computed before.
 
-Features and heads are repeated, and whatever reads repeated features has its weights divided by how often; where sizes
+Features and heads are repeated, and what reads repeated features has its weights divided by how often; where sizes
 do not divide, zeros follow. A norm over repeated features is the norm of the features; zeros among them lower the mean
 square by a share that the norm's weights and epsilon make up for. Layers are added whose output projections are zero:
 they are computed like any other and add nothing. Codes that only the large vocabulary has are computed too, and a bias
@@ -40,7 +40,7 @@ from lantern_hpu.ops.grammar import NEVER
 VARIANTS = "rope qk_norm kv_heads embed_rows code_dim head_hidden row_ends spare_codes head_dim word_layers".split()
 SIZES = {"layers": "layers", "dim": "width", "ffn_dim": "FFN width", "vocab_size": "codes"}
 GROUPS = {"qkv": 3, "gate_up": 2}  # matrices that hold several, one under another
-PARTS = {"fc": 2}  # matrices that read several inputs, one beside another
+PARTS = {"fc": 2}  # matrices that read several inputs, concatenated
 SILENT = ("out", "down")  # what an added layer writes with
 NOTE = (
     "{small} at the sizes of {large}: features and heads are repeated, and of added layers the output projections "

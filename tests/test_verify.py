@@ -31,9 +31,9 @@ from lantern_hpu.ops.kernels import PLAIN, Kernels
 from lantern_hpu.verify import stages
 from lantern_hpu.verify.ask import Asked
 from lantern_hpu.verify.items import (
-    ANEW,
     CACHES,
     GROUPED,
+    RECAPTURED,
     Question,
     Result,
     Stage,
@@ -288,7 +288,7 @@ def test_draws_that_sums_spoil_are_refuted(monkeypatch: pytest.MonkeyPatch) -> N
     detail, numbers = confirmed_then_refuted(
         "draws", partial(monkeypatch.setattr, Device, "compute", shaken), "kernels"
     )
-    assert "from where its uniform lies" in detail and numbers["sums that fall"] > 0
+    assert "from where its uniform is" in detail and numbers["sums that fall"] > 0
 
 
 def test_memory_that_refuses_its_second_life_is_refuted(
@@ -309,7 +309,7 @@ def test_memory_that_refuses_its_second_life_is_refuted(
         monkeypatch.setattr(HPUGraph, "capture_begin", refuses)
         monkeypatch.setattr(HPUGraph, "reset", resets)
 
-    assert "is taken" in confirmed_then_refuted(ANEW, spoil, "methods", model)[0]
+    assert "is taken" in confirmed_then_refuted(RECAPTURED, spoil, "methods", model)[0]
 
 
 def test_every_kernel_that_a_device_has_is_asked() -> None:

@@ -91,7 +91,7 @@ class Case:
         return f"{self.setting}, {self.mode}, batch {self.batch}"
 
     def timed_batches(self, images: int) -> int:
-        """How many batches are timed: enough for so many images."""
+        """How many batches are timed: enough for this many images."""
         return -(-images // self.batch)
 
 

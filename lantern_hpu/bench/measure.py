@@ -284,13 +284,13 @@ class RunMeter:
         self.show(f"{timing.steps} steps")
 
     def run(self, requests: Sequence[Request], most: int | None = None) -> list[ImageRecord]:
-        """The images of a batch, or so many steps of it."""
+        """The images of a batch, or at most so many steps of it."""
         stream = self.pipeline.stream(self.engine, requests, self.timing, self.read, most)
         self.runs += 1
         return [image for _, image in sorted(stream, key=lambda numbered: numbered[0])]
 
     def run_steps(self, count: int) -> None:
-        """At least so many steps of the first batch; of the batch again where it is done before."""
+        """At least `count` steps of the first batch, which is drawn again where it is done earlier."""
         until = self.timing.steps + count
         while self.timing.steps < until:
             self.run(self.batches[0], until - self.timing.steps)
@@ -368,7 +368,7 @@ class RunMeter:
         }
 
     def step_figures(self) -> dict[str, Any]:
-        """Times of steps, beside the least that they can take."""
+        """Times of steps, and the least that they can take."""
         engine, requests = self.engine, self.batches[0]
         # Of each step; all of a block alike
         each = [1000 * seconds / steps for seconds, steps in self.blocks for _ in range(steps)]

@@ -6,7 +6,7 @@
 What a step costs is measured over trees of different shapes, in the graph mode that will draw; which drafts are
 accepted, on images drawn with the method's own relaxation, first with a typical tree and then with the best tree that
 follows, as a tree also decides where steps begin. `tune/search.py` puts the two together. What it expects is then
-measured, on other seeds, beside `ar` and the named trees. The fastest tree is saved for `--tree auto`, with a note if
+measured, on other seeds, with `ar` and the named trees. The fastest tree is saved for `--tree auto`, with a note if
 `ar` is faster still. Windows (`--method scd`) are few: each width is drawn with. Of a large
 model on a processor, whose images take long, fewer and smaller trees are measured, with fewer images each.
 """

@@ -10,8 +10,8 @@ What a run leaves in its folder:
     report.json, curve.png
     README.md             a model card with the figures of the report
 
-Which images a step learns from depends on the seed and the step alone, so that a resumed run goes on as if it had
-not been interrupted.
+Which images a step learns from depends on the seed and the step alone, so that a resumed run
+continues as if it had not been interrupted.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def like_the_target(target: Target, config: DrafterConfig) -> Drafter:
 
 def drafter_config(model: ImageModel, aux_layers: Sequence[int] = ()) -> DrafterConfig:
     """That of the model's own drafter, with `aux_layers` in place of its own if there are any; but a new one is trained
-    on shifted tokens, whatever that was."""
+    on shifted tokens, which that one may not be."""
     last = model.target.config.layers - 1
     if any(layer > last for layer in aux_layers):
         what = words(Arg("aux_layers"), f"is {','.join(map(str, aux_layers))}")
@@ -172,7 +172,7 @@ class DrafterTraining:
             self.stop("the loss")
         self.accelerator.backward(loss)
         norm = self.accelerator.clip_grad_norm_(self.drafter.parameters(), CLIP)
-        # float16's own scaling leaves out such a step and goes on with a smaller scale.
+        # float16's own scaling leaves out such a step and continues with a smaller scale.
         if self.accelerator.mixed_precision != "fp16" and not bool(torch.isfinite(norm)):
             self.stop("a gradient")
         for group in self.optimiser.param_groups:

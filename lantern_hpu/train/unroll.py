@@ -64,7 +64,7 @@ class Samples:
 
 
 def split(prompts: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Prompts to learn from, and prompts to measure with: by the prompt itself, whatever their order."""
+    """Prompts to learn from, and prompts to measure with: by the prompt itself, in any order."""
     different = sorted(set(prompts), key=lambda text: hashlib.sha256(text.encode()).digest())
     if len(different) < FEWEST:
         why = f"{len(different)} different ones; {FEWEST} are needed, as some are held out"
@@ -169,7 +169,7 @@ def draw_batch(pipeline: LanternPipeline, part: list[Request]) -> NDArray[np.int
 
 # ------------------------------------------------------------------------------------ the loss
 
-CROSS, FEATURE = 0.3, 0.2  # weights of cross-entropy and feature distance beside 1 - overlap
+CROSS, FEATURE = 0.3, 0.2  # weights of cross-entropy and feature distance; 1 - overlap has 1
 
 
 class Lesson:

@@ -29,7 +29,7 @@ class Costs:
 
     Attributes:
         alone: with the one-node tree, which drafts nothing.
-        widths, verify: of verifying so many nodes, with all that does not depend on the tree; linear in between,
+        widths, verify: of verifying that many nodes, with all that does not depend on the tree; linear in between,
             and never falling.
         level: more for each level of drafts.
         node: more for each node with children: it goes through the drafter, and its probabilities are made.
@@ -51,7 +51,7 @@ class Costs:
         return self.verifying(tree.size) + drafting + self.child * sum(tree.widest)
 
     def verifying(self, nodes: int) -> float:
-        """Of verifying this many nodes; beyond the last of several widths its slope goes on."""
+        """Of verifying this many nodes; extrapolated beyond the last of several widths."""
         last = self.widths[-1]
         if nodes <= last or len(self.widths) == 1:
             return float(np.interp(nodes, self.widths, self.verify))
@@ -80,7 +80,7 @@ def fit_costs(alone: float, trees: Sequence[DraftTree], measured: Sequence[float
 
 
 def even_tree(drafts: int, depth: int, parents: int, most: int) -> DraftTree | None:
-    """A tree to measure: levels as equal as can be, at most so many nodes with children in each.
+    """A tree to measure: levels as equal as can be, at most `parents` nodes with children in each.
 
     Returns None if a node would have more than `most` children.
     """
@@ -168,11 +168,11 @@ def gain_probs(tree: DraftTree, chances: ChanceTable) -> list[float]:
 
 
 def expected_steps(gains: Sequence[float], tokens: int, images: int = 1) -> float:
-    """Steps until the slowest of some images has so many more tokens; `gains` are chances that a step adds 1, 2, ...
+    """Steps until the slowest of n images has `tokens` more tokens; `gains` are chances that a step adds 1, 2, ...
 
     What a step adds past the end of an image is lost, so this is more than tokens / mean gain.
     """
-    missing = np.zeros(tokens + 1)  # chance that so many tokens are still missing
+    missing = np.zeros(tokens + 1)  # [n] chance that n tokens are still missing
     missing[tokens] = 1.0
     steps = 0.0
     while (left := missing[1:].sum()) > 1e-9:
@@ -187,12 +187,12 @@ def expected_steps(gains: Sequence[float], tokens: int, images: int = 1) -> floa
 
 # ------------------------------------------------------------------------------------ the search
 
-# [nodes + 1, nodes]: at most so many nodes, so many of them with children
+# [nodes + 1, nodes]: at most m nodes, i of them with children
 Table = NDArray[np.float64]
 
 
 class Solver:
-    """The most gaining trees of one depth, whose nodes have at most so many children at each depth.
+    """The most gaining trees of one depth, whose nodes have at most `most` children at each depth.
 
     `values[d][kind]` holds what the best subtree of a node at depth d gains, the node itself counted as 1;
     `forests[d][kind][b]` the same for a node with exactly b children.
@@ -216,7 +216,7 @@ class Solver:
             self.values.insert(0, [np.maximum.reduce(forest) for forest in grown])
 
     def cheapest(self, costs: Costs, tries: int) -> tuple[float, DraftTree]:
-        """The least milliseconds a token of steps that try so many children, and the tree."""
+        """The least milliseconds a token of steps that try `tries` children, and the tree."""
         best = np.maximum.reduce(self.forests[0][0][1:])  # the root alone is no step of this kind
         nodes, inner = best.shape
         drafting = costs.level * self.depth + costs.child * tries
@@ -288,11 +288,11 @@ def ms_per_token(tree: DraftTree, chances: ChanceTable, costs: Costs) -> float:
 def best_tree(chances: ChanceTable, costs: Costs, nodes: int, slack: float = 0.002) -> DraftTree:
     """The tree of the least time per token among those with a draft, at most `nodes` nodes, and the chances' depth.
 
-    What it takes may lie above the least time by the share `slack`.
+    What it takes may exceed the least time by the share `slack`.
 
     The tables know the depth, the nodes and those with children, but not the most children at each depth, whose
-    tries take time too. Those are found by branch and bound: with at most so many children at each depth, and the
-    tries of at least so many counted, no such tree takes less time than the tables say.
+    tries take time too. Those are found by branch and bound: with a bound on the children at each depth, and the
+    tries of at least that bound's minimum counted, no such tree takes less time than the tables say.
     """
     order = count()  # of equal bounds the older is looked at first
     heap: list[tuple[float, int, DraftTree, Solver, list[int]]] = []

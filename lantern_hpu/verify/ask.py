@@ -29,11 +29,11 @@ from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.plan.requirements import Counted, setup_of
 from lantern_hpu.verify.distribution import LEAST_CHANCE, measure
 from lantern_hpu.verify.items import (
-    ANEW,
     CUTS_REFUSED,
     DRAWS,
     GROUPED,
     NO_FACTS,
+    RECAPTURED,
     Question,
     Result,
     Stage,
@@ -50,7 +50,7 @@ CACHE_TOLERANCE = 2e-2
 SEEDS = 256  # whose first tokens are held to the distribution
 JUDGED = ("float32", "bfloat16")  # formats in which kernels are asked
 DRAWN, VOCABULARY = 64, 32769  # draws, and Emu3's codes, one past a power of two
-DRAW_TOLERANCE = 1e-4  # of a sum of so many float32 numbers
+DRAW_TOLERANCE = 1e-4  # of a sum of that many float32 numbers
 CUT_STEPS = 2  # the first compiles all that a step is made of
 Answer = tuple[State, str, dict[str, Any]]
 
@@ -92,7 +92,7 @@ class Asked:
         return engine.read_tokens()[0, :known].tolist(), steps, engine.report()
 
     def steps(self, pipeline: LanternPipeline, method: str, most: int | None) -> tuple[Engine, int]:
-        """An engine after so many steps of one image, and how many those were."""
+        """An engine after at most `most` steps of one image, and how many those were."""
         # Of the device asked, also on the CPU: default trees differ by device
         chosen, timing = self.pipeline.resolve(method), RunStats()
         request = Request(PROMPT, SEED, pipeline.model.sampling, chosen.relaxation)
@@ -145,7 +145,7 @@ class Asked:
         return "confirmed", "; ".join(found), numbers
 
     def draws(self) -> Answer:
-        """Tokens by inverse CDF, with what serves here: each has a probability, and lies where its uniform says.
+        """Tokens by inverse CDF, with what serves here: each has a probability, and is where its uniform says.
 
         Sums in parallel may fall, as a number says; draws must not suffer from it.
         """
@@ -166,7 +166,7 @@ class Asked:
             if not bool((own > 0).all()):
                 return "refuted", "a token of probability 0 was drawn", numbers
             if off > DRAW_TOLERANCE:
-                return "refuted", f"a token is {off:.1e} from where its uniform lies", numbers
+                return "refuted", f"a token is {off:.1e} from where its uniform is", numbers
         return "confirmed", f"{DRAWN} draws from {VOCABULARY} tokens; {falls} sums fall", numbers
 
     def caches(self, item: str) -> Answer:
@@ -215,7 +215,7 @@ class Asked:
             for part, tensor in zip(("keys", "values"), one.read(), strict=True)
         }
 
-    def anew(self) -> Answer:
+    def recaptured(self) -> Answer:
         """Whether engines can be closed and recorded again, in memory that others had."""
         try:
             first = self.drawn(self.pipeline, "ar")[0]
@@ -226,8 +226,8 @@ class Asked:
         return ("confirmed", "the same tokens", {}) if same else ("refuted", "other tokens", {})
 
     def methods(self, item: str) -> Answer:
-        if item == ANEW:
-            return self.anew()
+        if item == RECAPTURED:
+            return self.recaptured()
         want, pipeline = self.drawn(self.host, item)[0], self.pipeline
         pipeline.backend.memory(reset_peak=True)
         got, steps, report = self.drawn(pipeline, item)
@@ -351,7 +351,7 @@ def answer_all(
             began = time.perf_counter()
             try:
                 state, detail, numbers = asked.answer(question.item)
-            except Exception as error:  # whatever a device's software raises is the answer
+            except Exception as error:  # any error of a device's software is an answer
                 state, detail, numbers = "unanswered", explained(error), {}
             seconds = round(time.perf_counter() - began, 2)
             item, source = question

@@ -44,7 +44,7 @@ class Deviation(NamedTuple):
 def measure(
     pipeline: LanternPipeline, host: LanternPipeline, setting: Resolved, prompt: str, seeds: int
 ) -> Deviation:
-    """Draw the first tokens of so many seeds, a multiple of 64; `host` has the same weights on the CPU, in float32."""
+    """Draw the first tokens of n seeds, a multiple of 64; `host` has the same weights on the CPU, in float32."""
     require(seeds > 0 and seeds % TOGETHER == 0, "seeds", seeds, f"a multiple of {TOGETHER}")
     noise = torch.Generator().manual_seed(1)
     counts, impossible, spent = torch.zeros(PLACES, BINS), 0, list[float]()

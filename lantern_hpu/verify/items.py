@@ -13,8 +13,9 @@ from lantern_hpu.methods.setting import METHODS
 State = Literal["confirmed", "refuted", "unanswered"]
 KINDS = ("facts", "kernels", "caches", "methods", "cuts", "distribution", "bench")  # cheapest first
 CUTS_REFUSED = "PT_HPU_USE_EAGER_FALLBACK"  # 0: the compiler raises where it would cut a graph
-DRAWS, ANEW = "draws", "engines recorded anew"  # beside kernels, and beside methods
-GROUPED = "ar, grouped heads"  # beside caches: a small model in which queries share keys
+DRAWS = "draws"  # a question of kernels that no kernel is named after
+RECAPTURED = "engines recorded again"  # one of methods
+GROUPED = "ar, grouped heads"  # of caches: a small model in which queries share keys
 # A method without a drafter, and one with it: caches and cuts are asked of these
 CACHES = ("ar", "lantern++")
 # Whose first tokens are held to the distribution
@@ -36,7 +37,7 @@ class Stage:
 
     @property
     def flags(self) -> dict[str, str]:
-        """What the environment of its process has, whatever the user set."""
+        """What the environment of its process has, in place of what the user set."""
         return {CUTS_REFUSED: "0"} if self.kind == "cuts" else {}
 
 
@@ -95,7 +96,7 @@ def items_of(stage: Stage) -> list[Question]:
         "cuts": dict.fromkeys(CACHES, f"{CUTS_REFUSED}=0"),
         "distribution": dict.fromkeys(DRAWN, "the plain model's probabilities on the CPU"),
         "methods": {
-            ANEW: "the tokens before they were closed",
+            RECAPTURED: "the tokens before they were closed",
             **dict.fromkeys(METHODS, "the CPU's tokens"),
         },
         "bench": {"short benchmark": "this machine"},

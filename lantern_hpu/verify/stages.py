@@ -122,7 +122,7 @@ def verify(report: Report) -> None:
 
 
 def ask_stage(report: Report, stage: Stage, ends: float) -> None:
-    """One stage, until the run `ends`; where a question ended its process, another one goes on after that question."""
+    """One stage, until the run `ends`; where a question ended its process, a new one starts after that question."""
     while missing := report.missing(stage):
         if ends - time.monotonic() < LEAST:
             why = f"no time left of {report.wanted.minutes:g} minutes"

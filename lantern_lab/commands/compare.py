@@ -1,4 +1,4 @@
-"""Put reports of `lantern-hpu bench` beside each other: a table and a chart.
+"""Put reports of `lantern-hpu bench` side by side: a table and a chart.
 
     lantern-hpu compare cpu.json h100.json --output comparison
 

@@ -4,7 +4,7 @@
     lantern-hpu evaluate --model llamagen-t2i-256 --preset lantern --prompts-file captions_val2017.json \
         --reference val2017 --output evaluation
 
-A run that was stopped goes on where it was; a further setting, or another metric, is added to what is there.
+A run that was stopped is resumed; a further setting, or another metric, is added to what is there.
 docs/evaluation.md has the protocols.
 """
 
@@ -177,6 +177,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def command() -> None:
         print(evaluate(evaluate_request(args), given))
-        print(f"wrote {args.output / 'evaluation.json'}, .md and the plots beside them")
+        print(f"wrote {args.output / 'evaluation.json'}, .md and the plots")
 
     return exit_code(command)

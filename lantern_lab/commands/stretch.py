@@ -65,7 +65,7 @@ def find_sizes(name: str) -> KnownModel:
 
 
 def check_room(output: Path, needed: int) -> None:
-    """Raise an OutputError unless memory and disk can hold so many bytes."""
+    """Raise an OutputError unless memory and disk can hold that many bytes."""
     from lantern_hpu.backends.host import available_bytes
 
     there = next(folder for folder in output.absolute().parents if folder.is_dir())

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 ROUND = 8  # batches of a setting before the next one's turn
 OTHER_SEEDS = 10**9  # added to those of the second set of `ar`
 AGAIN = "ar, other seeds"
-MANY = 5000  # pictures, from which they lie in folders of a thousand
+MANY = 5000  # pictures, from which they are kept in folders of a thousand
 OPENER = "lantern_lab.evaluate.drawing:open_picture_worker"
 
 
@@ -146,7 +146,7 @@ class Drawing:
     """All that is drawn in a run.
 
     Attributes:
-        seed: of the first item; the next take the next numbers, whatever the setting.
+        seed: of the first item; the next take the next numbers, with every setting.
         size: images decoded together.
     """
 

@@ -7,7 +7,7 @@
     features/SETTING.npz          rows of the metrics, as long as the pictures are the same
     evaluation.json, .md, .png    what came out
 
-A picture counts once its line is there; so a run that was stopped at any point goes on with the next picture, and
+A picture counts once its line is there; so a run that was stopped at any point continues with the next picture, and
 none is drawn twice but those of the batch in hand.
 """
 
@@ -74,10 +74,10 @@ def stamps(files: Iterable[Path]) -> list[list[Any]]:
 
 @dataclass(frozen=True)
 class Cache:
-    """Rows beside the pictures they were made of.
+    """Rows, kept next to the pictures they were made of.
 
     Attributes:
-        network: what they depend on beside the pictures.
+        network: what else they depend on.
     """
 
     folder: Path

@@ -37,7 +37,7 @@ class FidelityOptions:
 
 @dataclass(frozen=True)
 class EvaluateOptions:
-    """What is drawn and how it is scored, whatever the protocol.
+    """What is drawn and how it is scored, in every protocol.
 
     Attributes:
         floor: draw `ar` with a second set of seeds.
@@ -116,7 +116,9 @@ class EvaluateRequest:
         tuned = any(setting.tree == AUTO for setting in self.settings)
         if self.workers is not None and (self.options.places or tuned):
             what = words(Arg("workers"), "excludes", Arg("places"), "and", Arg("tree", AUTO))
-            hint = words("the same command without", Arg("workers"), "goes on with what was drawn")
+            hint = words(
+                "the same command without", Arg("workers"), "continues with what was drawn"
+            )
             raise OptionError(what, "the process that scores does not draw", hint)
 
 

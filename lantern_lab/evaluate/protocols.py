@@ -151,7 +151,7 @@ def preset_of(name: str) -> Preset:
 
 @dataclass(frozen=True)
 class Library:
-    """What the protocols of the literature need beside the model.
+    """What the protocols of the literature need in addition to the model.
 
     Attributes:
         metrics: in place of the preset's, where given.

@@ -2,7 +2,7 @@
 
 `paint_picture(seed, noise)` gives picture number `seed`: `scene.sample_scene` draws what is to be seen,
 `land.paint_scene` paints it, and `scene.caption_of` says it. One scene has endlessly many pictures, as shapes,
-places, colours, clouds, waves and brush strokes are drawn anew each time: nothing can be learnt by heart, and any
+places, colours, clouds, waves and brush strokes are drawn again each time: nothing can be learnt by heart, and any
 number of unseen pictures can be had for measuring. The embedded model learnt from them, and is measured by them. Only
 numpy and Pillow are needed.
 """

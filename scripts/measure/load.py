@@ -15,8 +15,8 @@ what the server held of memory, descriptors and threads when it was ready, after
 
     python -m scripts.measure.load --clients 4 --num-images 32 --model FOLDER [--checkout OTHER]
 
-keeps so many clients waiting for an image each, and says how many images a second they have. `--checkout` has the code
-of another version serve, so that the two can be compared.
+keeps clients waiting for an image each, and says how many images a second they have. `--checkout` has the code of
+another version serve, so that the two can be compared.
 
     python -m scripts.measure.load --fair --seconds 60
 
@@ -449,9 +449,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--num-images", type=int, default=64, help="of each measurement")
     add("--soak", action="store_true", help="mixed requests instead, 32 at a time")
     add("--minutes", type=float, default=0, help="of --soak, in place of --num-images")
-    add("--fair", action="store_true", help="two methods beside each other instead")
+    add("--fair", action="store_true", help="two methods at the same time instead")
     add("--seconds", type=float, default=40.0, help="of each part of --fair (40)")
-    add("--clients", type=int, help="so many, each of which waits for its image, instead")
+    add("--clients", type=int, help="clients that each wait for their image, instead")
     add("--options", default="", help="of `serve`, for --clients: '--sizes 256x256'")
     add("--checkout", type=Path, default=ROOT, help="the code that serves --clients (this)")
     args = parser.parse_args(argv)
