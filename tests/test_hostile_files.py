@@ -143,12 +143,12 @@ def test_a_cached_table_of_neighbours_is_checked(cache: Path) -> None:
     shapes = (kept[:, ::-1], kept[:3], kept[:, :3])
     for wrong in (*shapes, kept + 1, kept.astype(float), kept * 0 - 1, *beyond):
         np.save(file, wrong)
-        with pytest.warns(UserWarning, match="it is made anew"):
+        with pytest.warns(UserWarning, match="it is made again"):
             assert torch.equal(cached_nearest(book, 5), want)
         assert np.array_equal(np.load(file), kept)
     file.unlink()
     os.mkfifo(file)
-    with pytest.warns(UserWarning, match="no regular file; it is made anew"):
+    with pytest.warns(UserWarning, match="no regular file; it is made again"):
         assert torch.equal(cached_nearest(book, 5), want)
     assert np.array_equal(np.load(file), kept)
 

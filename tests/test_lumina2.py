@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lantern_hpu import cli
-from lantern_hpu.commands import convert, generate
+from lantern_hpu.commands import convert
 from lantern_hpu.core import Request, Sampling
 from lantern_hpu.models.emu3_vq import count_decoder
 from lantern_hpu.models.files.checkpoint import open_checkpoint
@@ -191,49 +191,6 @@ def test_pictures_are_those_of_diffusers(public: Path) -> None:
     assert vq.config.downsample == 8
 
 
-def test_converted_it_is_the_same(public: Path, tmp_path: Path) -> None:
-    assert convert.main([str(public / NAME), str(tmp_path / "ours")]) == 0
-    before, after = opened(public / NAME), opened(tmp_path / "ours")
-    assert after.fingerprint == before.fingerprint and after.config == before.config
-    assert after.sampling == before.sampling == Sampling(4.0, 1.0, 4096, 1.0)
-    for part in ("target", "vq"):
-        old, new = getattr(before, part).state_dict(), getattr(after, part).state_dict()
-        assert all(torch.equal(old[key], new[key]) for key in old)
-
-
-def test_bad_folders_and_sizes_are_refused(
-    public: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Before weights are read: shards or parts that are missing, parts of other models, sizes off the grid."""
-
-    def said(folder: Path, *options: str | Path) -> str:
-        args = ["--model", folder, *options, "--prompt", "red", "--output", tmp_path / "x.png"]
-        assert generate.main([*map(str, args), "--method", "ar"]) == 2
-        return capsys.readouterr().err
-
-    def without(*names: str) -> Path:
-        folder = tmp_path / names[0]
-        shutil.copytree(public / NAME, folder, ignore=shutil.ignore_patterns(*names))
-        return folder
-
-    second = "model-00002-of-00002.safetensors"
-    assert f"files are missing in {tmp_path / second}: {second}" in said(without(second))
-    assert "Lumina-mGPT 2.0: movqgan_270M.ckpt" in said(without("movqgan*"))
-    assert "holds no tokenizer.json" in said(without("tokenizer.json"), *SMALL)
-    for other, missing in (("lumina-mgpt", "<|endoftext|>"), ("emu3", "<reserved08706>")):
-        message = said(public / NAME, *SMALL, "--text-encoder", public / other)
-        assert f"is not Lumina-mGPT 2.0's: {missing} is missing" in message
-    vqs = {"anole/vqgan.ckpt": "8192 codes", "emu3-authors/vqvae": "32768 codes"}
-    for file, why in vqs.items():
-        assert why in said(public / NAME, *SMALL, "--vq", public / file)
-    drafter = public / "lumina-mgpt" / "drafter"
-    assert "is for another target" in said(public / NAME, *SMALL, "--drafter", drafter)
-    for size in (("--image-size", "784"), ("--height", "40", "--width", "64")):
-        assert "allowed: multiples of 32" in said(public / NAME, *size)
-    large = said(public / NAME, "--height", "1024", "--width", "1024")
-    assert "it takes 16768 positions, 10240 were trained" in large
-
-
 def test_guidance_that_its_authors_change_while_they_draw_is_reported(
     public: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -255,19 +212,3 @@ def test_guidance_that_its_authors_change_while_they_draw_is_reported(
     for scale, said in ((4, False), (6, True)):
         assert cli.main([*command, *size, *where, "--cfg-scale", str(scale), "--force"]) == 0
         assert ("warning: 'red': guidance is 6" in capsys.readouterr().err) == said
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["ar", "jacobi", "scd", "sjd-pac"])
-@pytest.mark.parametrize("device", ["cpu", "hpu"])
-def test_it_draws_by_every_method_that_needs_no_drafter(
-    public: Path, tmp_path: Path, method: str, device: str
-) -> None:
-    from PIL import Image
-
-    how = ["--emulate"] if device == "hpu" else ["--graphs", "strict"]
-    how += ["--device", device, "--height", "64", "--width", "96"]
-    file = tmp_path / "x.png"
-    command = ["generate", "--model", str(public / NAME), "--prompt", "red", "--method", method]
-    assert cli.main([*command, *how, "--output", str(file)]) == 0
-    assert Image.open(file).size == (96, 64)

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import copy
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from lantern_hpu import cli
-from lantern_hpu.commands import convert, generate, pixels, serve
-from lantern_hpu.commands.train import main as train
+from lantern_hpu.commands import generate
 from lantern_hpu.core import Request, Sampling
 from lantern_hpu.errors import OptionError
-from lantern_hpu.models.families.mammothmoda2 import MAMMOTHMODA2
-from lantern_hpu.models.files.checkpoint import Stored, open_checkpoint
+from lantern_hpu.models.files.checkpoint import open_checkpoint
 from lantern_hpu.models.text.tokens import TokenConditioner
 from lantern_hpu.pipeline import LanternPipeline
 from tests.marks import mostly_slow
@@ -228,119 +223,6 @@ def test_tokens_are_distributed_as_a_patched_qwen2_draws_them(
             torch.zeros(len(best.values), 16384).scatter(1, best.indices, best.values.softmax(-1))
         )
     assert p_value(torch.cat(probs), tokens[:, places].flatten()) > 1e-3
-
-
-def test_converted_it_is_the_same(public: Path, tmp_path: Path) -> None:
-    assert convert.main([str(public / NAME), str(tmp_path / "ours")]) == 0
-    before, after = opened(public / NAME), opened(tmp_path / "ours")
-    assert after.fingerprint == before.fingerprint and after.config == before.config
-    assert after.sampling == before.sampling == Sampling(SCALE, 1.0, 2048, 1.0)
-    old, new = before.target.state_dict(), after.target.state_dict()
-    assert all(torch.equal(old[key].to(new[key].dtype), new[key]) for key in old)
-    assert before.config.target.parameters == sum(p.numel() for p in before.target.parameters())
-
-
-@pytest.mark.slow
-def test_a_drafter_is_trained_and_drafts(
-    public: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Exact drafting leaves greedy pictures as they are."""
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("\n".join(f"{a} {b}" for a in ("red", "blue", "old") for b in "abcd"))
-    with monkeypatch.context() as patch:
-        patch.setitem(MAMMOTHMODA2.sizes, "grid", GRID)
-        options = "--steps 6 --samples 8 --batch 4 --measure-every 3 --measured 2 --lr 0.01"
-        where = ["--data", str(prompts), "--output", str(tmp_path / "drafter")]
-        device = ["--model", str(public / NAME), "--device", "cpu", "--dtype", "float32"]
-        assert train(["drafter", *where, *device, *options.split()]) == 0
-    pipeline = pipeline_of(public / NAME, drafter=str(tmp_path / "drafter"))
-    drafted, plain = (
-        pipeline("red a", method=method, temperature=0.0, **SIZE) for method in ("eagle", "ar")
-    )
-    assert np.array_equal(drafted.tokens, plain.tokens)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("method", "device"), [("ar", "hpu"), ("scd@4", "hpu"), ("jacobi@4", "cpu"), ("scd@4", "cpu")]
-)
-def test_it_draws_by_every_method_that_needs_no_drafter(
-    public: Path, tmp_path: Path, method: str, device: str
-) -> None:
-    options = ["--device", device, *(["--emulate"] if device == "hpu" else ["--graphs", "strict"])]
-    files = [
-        "--save-states",
-        str(tmp_path / "x.safetensors"),
-        "--save-tokens",
-        str(tmp_path / "x.npz"),
-    ]
-    command = ["generate", "--model", str(public / NAME), "--prompt", "red", "--method", method]
-    assert cli.main([*command, "--height", "96", "--width", "128", *options, *files]) == 0
-    tokens = np.load(tmp_path / "x.npz")["tokens"][0]
-    assert np.array_equal(tokens == 16384, np.arange(1, TOKENS + 1) % (GRID[1] + 1) == 0)
-    states = load_file(tmp_path / "x.safetensors")["0.hidden_states"]
-    assert bool(states.isfinite().all()) and states.shape[1] == 32
-
-
-@pytest.fixture
-def unread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights that must not be read."""
-    monkeypatch.setattr(Stored, "fill", lambda *_: pytest.fail("weights were read"))
-
-
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        (None, "makes no pictures"),
-        ("--height 100", "multiples of 32"),
-        ("tokenizer", "Qwen/Qwen2.5-7B-Instruct"),
-        ("shard", "model-00002-of-00002.safetensors"),
-        ("llm_config.model_type", "llm_config.model_type is mammothmoda2_qwen3_vl"),
-        ("moe_type", "moe_type is attention-2:4"),
-        ("another's tokenizer", "is not Qwen2.5's"),
-    ],
-)
-def test_what_cannot_be_drawn_is_refused_before_weights_are_read(
-    public: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    unread: None,
-    change: str | None,
-    why: str,
-) -> None:
-    folder = tmp_path / "copy"
-    shutil.copytree(public / NAME, folder, copy_function=lambda a, b: Path(b).symlink_to(a))
-    config, out = folder / "config.json", ["--save-states", str(tmp_path / "x.safetensors")]
-    about = json.loads(config.read_text())
-    if change == "tokenizer":
-        shutil.rmtree(folder / "text")
-    elif change == "another's tokenizer":
-        shutil.rmtree(folder / "text")
-        (folder / "text").symlink_to(public / "simplear")
-    elif change == "shard":
-        (folder / "model-00002-of-00002.safetensors").unlink()
-    elif change in ("llm_config.model_type", "moe_type"):
-        llm = about["llm_config"]
-        llm["model_type"] = "mammothmoda2_qwen3_vl" if "llm" in change else llm["model_type"]
-        llm["text_config"]["moe_type"] = "attention-2:4" if change == "moe_type" else "ffn-2:4"
-        config.unlink()
-        config.write_text(json.dumps(about))
-    else:
-        out = change.split() + out if change else []
-    command = ["--model", str(folder), "--prompt", "red", "--method", "ar", *out]
-    assert generate.main(command) == 2
-    assert why in capsys.readouterr().err
-
-
-def test_servers_and_pixels_say_that_nothing_here_decodes_its_tokens(
-    public: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], unread: None
-) -> None:
-    np.save(tmp_path / "tokens.npy", pictures(32, 32, 1).numpy())
-    model = ["--model", str(public / NAME)]
-    assert serve.main([*model, "--port", "0"]) == 2
-    assert "makes no pictures" in capsys.readouterr().err
-    assert pixels.main([str(tmp_path / "tokens.npy"), *model, "--output", str(tmp_path / "x")]) == 2
-    assert "makes no pictures" in capsys.readouterr().err
 
 
 def test_states_are_of_models_that_read_tokens(

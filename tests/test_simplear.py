@@ -13,18 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from lantern_hpu import cli
-from lantern_hpu.commands import convert, generate
+from lantern_hpu.commands import generate
 from lantern_hpu.core import Request, Sampling
 from lantern_hpu.errors import WeightsError
 from lantern_hpu.methods.setting import Setting
 from lantern_hpu.models.cosmos_vq import fsq_table
 from lantern_hpu.models.files.checkpoint import open_checkpoint
-from lantern_hpu.models.files.load import open_model
-from lantern_hpu.models.files.names import Given
 from lantern_hpu.models.model import nearest_codes
 from lantern_hpu.models.text.tokens import TokenConditioner
-from lantern_hpu.zoo.find import find_parts
 from tests.marks import mostly_slow
 from tests.test_language_models import (
     PROMPTS,
@@ -192,54 +188,3 @@ def test_a_torchscript_file_is_read_and_never_run(
         ]
         assert generate.main([*args, "--output", "x.png"]) == 2
         assert f"cannot read {file}" in capsys.readouterr().err
-
-
-def test_relatives_and_other_sizes_are_refused(
-    public: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A plain Qwen2.5, a size that was not trained, and the tokenizer of another family."""
-    plain = {
-        "model.embed_tokens.weight": torch.zeros(151936, 2),
-        "model.layers.0.self_attn.q_proj.bias": torch.zeros(2),
-    }
-    save_file(plain, tmp_path / "model.safetensors")
-    out = ["--prompt", "red", "--method", "ar", "--output", str(tmp_path / "x.png")]
-
-    def refused(folder: Path, *options: str) -> str:
-        assert generate.main(["--model", str(folder), *options, *out]) == 2
-        return capsys.readouterr().err
-
-    assert "as Qwen2.5 or Qwen3 does" in refused(tmp_path)
-    assert "no SimpleAR draws 768 pixels" in refused(public / NAME, "--image-size", "768")
-    other = str(public / "anole" / "vqgan.ckpt")
-    assert "it has 8192 codes, the target draws 64000" in refused(public / NAME, "--vq", other)
-    parts = find_parts(str(public / NAME), Given(image_size=512))
-    assert open_model(parts).config.target.tokens == 1024
-    assert open_model(find_parts(str(public / NAME))).config.target.tokens == 4096
-
-
-def test_converted_it_is_the_same(public: Path, tmp_path: Path) -> None:
-    assert convert.main([str(public / NAME), str(tmp_path / "ours")]) == 0
-    before, after = opened(public / NAME), opened(tmp_path / "ours")
-    assert after.fingerprint == before.fingerprint and after.config == before.config
-    assert after.sampling == before.sampling == Sampling(6.0, 1.0, 0, 1.0)
-    for part in ("target", "vq"):
-        old, new = getattr(before, part).state_dict(), getattr(after, part).state_dict()
-        assert all(torch.equal(old[key], new[key]) for key in old)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("method", "device"),
-    [("ar", "cpu"), ("scd", "cpu"), ("jacobi", "cpu"), ("sjd-pac@2:2x1", "hpu")],
-)
-def test_it_draws_by_every_method_that_needs_no_drafter(
-    public: Path, tmp_path: Path, method: str, device: str
-) -> None:
-    from PIL import Image
-
-    options = ["--device", device, *(["--emulate"] if device == "hpu" else ["--graphs", "strict"])]
-    file, size = tmp_path / "x.png", ["--image-size", "512"]
-    command = ["generate", "--model", str(public / NAME), "--prompt", "red", "--method", method]
-    assert cli.main([*command, *size, *options, "--output", str(file)]) == 0
-    assert Image.open(file).size == (512, 512)

@@ -11,6 +11,7 @@ import threading
 import time
 import warnings
 import weakref
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from tokenizers.pre_tokenizers import Metaspace
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, T5Config, T5EncoderModel, T5ForConditionalGeneration
 
-from lantern_hpu.backends import DeviceOptions, host
+from lantern_hpu.backends import host
 from lantern_hpu.core import Request
 from lantern_hpu.errors import OptionError, WeightsError, needing, torchvision_misfit
 from lantern_hpu.models.text import t5
@@ -142,17 +143,14 @@ def test_features_are_those_of_transformers_with_pads_on_the_left(
 ) -> None:
     text: TextConditioner = conditioner(folder)
     condition = text.encode([*PROMPTS, LONG])
+    assert torch.equal(text.encode(["A RED *apple*"]).features, condition.features[:1])
+    assert text.encode([]).features.shape == (0, PREFIX, WIDTH)
     assert condition.features.shape == (4, PREFIX, WIDTH)
     assert condition.valid.dtype == torch.bool
     for row, (features, valid) in enumerate(twin.values()):
         np.testing.assert_array_equal(condition.valid[row].numpy(), valid)
         np.testing.assert_allclose(condition.features[row].numpy(), features, rtol=1e-5, atol=1e-6)
     assert condition.valid.sum(-1).tolist() == [4, 6, 2, PREFIX]  # words and the end mark
-
-
-def test_pads_are_exact_zeros_and_words_are_not(folder: Path) -> None:
-    condition = conditioner(folder).encode(PROMPTS)
-    assert torch.equal(condition.features.ne(0).any(-1), condition.valid)
 
 
 def test_features_come_in_the_asked_dtype(folder: Path) -> None:
@@ -271,14 +269,6 @@ def test_known_prompts_need_no_folder(folder: Path, tmp_path: Path) -> None:
         text.encode(["a table"])
 
 
-def test_features_do_not_depend_on_what_else_is_encoded(folder: Path, runs: list[int]) -> None:
-    text = conditioner(folder)
-    many = [" ".join(WORDS[: 1 + i % 10]) + " fish" * (i // 10) for i in range(11)]
-    together = text.encode(many)
-    assert runs == [1] * 11  # one shape: a device compiles each anew
-    assert torch.equal(together.features[10:], conditioner(folder).encode(many[10:]).features)
-
-
 def test_the_oldest_prompts_make_room(
     folder: Path, runs: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,23 +280,6 @@ def test_the_oldest_prompts_make_room(
     assert len(runs) == 4
     text.encode(PROMPTS[:1])
     assert len(runs) == 5
-
-
-def test_features_can_be_trained_on(folder: Path) -> None:
-    features = conditioner(folder).encode(PROMPTS).features
-    weight = torch.ones(WIDTH, requires_grad=True)
-    (features * weight).sum().backward()
-    assert weight.grad is not None
-
-
-def test_empty_batches_are_empty(folder: Path, runs: list[int]) -> None:
-    assert conditioner(folder).encode([]).features.shape == (0, PREFIX, WIDTH)
-    assert not runs
-
-
-def test_captions_are_cleaned_first(folder: Path) -> None:
-    text = conditioner(folder)
-    assert torch.equal(text.encode(["A RED *apple*"]).features, text.encode(PROMPTS[:1]).features)
 
 
 def test_nothing_is_said_while_loading(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -329,16 +302,6 @@ def test_notes_tell_what_is_cut_and_what_is_empty(folder: Path) -> None:
     assert text.encode(["#12"]).valid.sum() == 1  # the end mark
 
 
-def test_width_is_known_without_the_weights(folder: Path, tmp_path: Path) -> None:
-    shutil.copy(folder / "config.json", tmp_path)
-    shutil.copy(folder / "tokenizer.json", tmp_path)
-    (tmp_path / "model.safetensors").touch()
-    text = conditioner(tmp_path)
-    assert text.width == WIDTH
-    with pytest.raises(WeightsError, match="cannot load the T5 encoder"):
-        text.encode(PROMPTS)
-
-
 @pytest.mark.parametrize(
     ("gone", "named"),
     [
@@ -356,11 +319,6 @@ def test_missing_files_are_named(folder: Path, tmp_path: Path, gone: str, named:
     with pytest.raises(WeightsError) as caught:
         conditioner(copy)
     assert str(copy) in str(caught.value) and f"missing: {named}" in str(caught.value)
-
-
-def test_missing_folder_is_named(tmp_path: Path) -> None:
-    with pytest.raises(WeightsError, match="no such folder"):
-        conditioner(tmp_path / "nowhere")
 
 
 def test_pickled_weights_give_the_same_features(folder: Path, tmp_path: Path) -> None:
@@ -402,11 +360,6 @@ def test_a_torchvision_of_another_torch_is_named(monkeypatch: pytest.MonkeyPatch
     assert torchvision_misfit() == ""
 
 
-def test_unknown_place_names_the_known_ones() -> None:
-    with pytest.raises(OptionError, match="one of auto, device, host, free"):
-        DeviceOptions(keep_text="disk")
-
-
 # --- captions
 
 
@@ -428,6 +381,9 @@ def test_unknown_place_names_the_known_ones() -> None:
         ("cat &amp;amp dog", "cat dog"),
         ("host 192.168.1.10 cat", "host cat"),
         ("cat 1:23 \\n", "cat 1:23"),
+        ("cat 1:23<br> ", "cat 1:23"),  # no space is left there
+        ("cat 1:23 <br>", "cat"),
+        ("a photo of two cats, on a sofa.", "a photo of two cats, on a sofa."),
         ("cat\\nhat", "cat hat"),
         ("cat #12 hat", "cat hat"),
         ("cat #12345 hat", "cat hat"),
@@ -465,24 +421,10 @@ def test_each_rule_of_cleaning(caption: str, cleaned: str) -> None:
     assert clean_caption(caption) == cleaned
 
 
-def test_article_ids_go_at_the_end() -> None:
-    assert clean_caption("cat 1:23<br> ") == "cat 1:23"  # no space is left there
-    assert clean_caption("cat 1:23 <br>") == "cat"
-
-
-@pytest.mark.parametrize(
-    "caption", ["a red apple", "a photo of two cats, on a sofa.", "1. a cat's hat: black-and-white"]
-)
-def test_plain_text_stays_as_it_is(caption: str) -> None:
-    assert clean_caption(caption) == caption == clean(caption)
-
-
-def test_ends_are_bare_once_symbols_are_characters_again() -> None:
-    """As `basic_clean` of DeepFloyd IF: a space that `&amp;` left no longer shields a link from the second round."""
-    assert clean("&amp; www.foo.co.uk") == ""
-
-
 def test_captions_are_cleaned_twice() -> None:
+    """A space that `&amp;` left, as of `basic_clean` of DeepFloyd IF, no longer shields a link the second time."""
+    assert clean("&amp; www.foo.co.uk") == ""
+    assert clean("a sign that says <![a]").startswith("a sign that says")
     caption = "a cat %2540nick"
     assert clean_caption(caption) == "a cat %40nick"
     assert clean(caption) == clean_caption(clean_caption(caption)) == "a cat"
@@ -501,10 +443,6 @@ def test_an_encoder_of_a_billion_layers_is_refused_before_it_is_made(
         conditioner(tmp_path)
 
 
-def test_markup_that_the_parser_rejects_is_text() -> None:
-    assert clean("a sign that says <![a]").startswith("a sign that says")
-
-
 @pytest.mark.parametrize(
     "part", ["<a ", "<![a]", "<!--", "<", "&amp;", "%25", "x.", "http://", "-"]
 )
@@ -516,34 +454,32 @@ def test_no_caption_takes_long_to_clean(part: str) -> None:
     assert time.process_time() - began < 0.3
 
 
-def test_captions_that_look_like_file_names_raise_no_warning() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert clean("cat.jpg") == ""
-
-
 # --- classes
 
 
-def test_there_are_a_thousand_classes_with_names_of_their_own() -> None:
-    shared = [i for i in range(1000) if class_index_or_none(class_name(i)) != i]
-    assert [class_name(i) for i in shared] == [
-        "crane",
-        "Cardigan",
-        "cardigan",
-        "crane",
-        "maillot",
-        "maillot",
+def test_all_names_but_four_mean_one_class() -> None:
+    names = Counter(class_name(i) for i in range(1000))
+    shared = {"crane", "Cardigan", "cardigan", "maillot"}
+    assert [class_index(name) for name in names if name not in shared] == [
+        i for i in range(1000) if class_name(i) not in shared
     ]
-    with pytest.raises(OptionError, match="no ImageNet class 1000"):
-        class_name(1000)
 
 
-def class_index_or_none(text: str) -> int | None:
-    try:
-        return class_index(text)
-    except OptionError:
-        return None
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("goldn retriver", "golden retriever"),
+        ("qqqqqqqq", "an index from 0 to 999"),
+        ("1000", "0 to 999"),
+        ("-1", "0 to 999"),
+        ("crane", "134 .*517"),
+        ("Maillot", "638 .*639"),
+        ("panther", "286 .*290"),
+    ],
+)
+def test_what_is_not_one_class_is_refused(text: str, says: str) -> None:
+    with pytest.raises(OptionError, match=says):
+        class_index(text)
 
 
 @pytest.mark.parametrize(
@@ -563,30 +499,3 @@ def class_index_or_none(text: str) -> int | None:
 )
 def test_classes_are_found_by_index_and_by_any_name(text: str, index: int) -> None:
     assert class_index(text) == index
-
-
-def test_class_names_come_back() -> None:
-    assert class_name(207) == "golden retriever"
-
-
-def test_unknown_names_bring_close_ones() -> None:
-    with pytest.raises(OptionError, match="golden retriever") as caught:
-        class_index("goldn retriver")
-    assert 1 <= len(caught.value.hint.split(", ")) <= 5
-    with pytest.raises(OptionError, match="an index from 0 to 999"):
-        class_index("qqqqqqqq")
-
-
-@pytest.mark.parametrize("text", ["1000", "-1"])
-def test_indices_out_of_range_are_refused(text: str) -> None:
-    with pytest.raises(OptionError, match="0 to 999"):
-        class_index(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "indices"), [("crane", (134, 517)), ("Maillot", (638, 639)), ("panther", (286, 290))]
-)
-def test_names_of_several_classes_list_them(text: str, indices: tuple[int, int]) -> None:
-    with pytest.raises(OptionError, match="several") as caught:
-        class_index(text)
-    assert all(str(index) in caught.value.why for index in indices)

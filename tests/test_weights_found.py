@@ -282,13 +282,6 @@ def test_tensors_of_a_pickle_that_are_no_plain_arrays_are_refused(
         open_checkpoint(tmp_path / "x.pt")
 
 
-def test_a_text_encoder_of_pointers_is_named(public: Path, tmp_path: Path) -> None:
-    text = Path(shutil.copytree(public / TEXT / "text", tmp_path / "text"))
-    (text / "model.safetensors").write_bytes(POINTER)
-    with pytest.raises(WeightsError, match="pointer of git-lfs"):
-        loaded(public / TEXT, text=text)
-
-
 def test_what_a_pickle_holds_beside_weights_is_named(folder: Path) -> None:
     file = folder / "c2i_B_256.pt"
     torch.save({"model": state_of(file), "loss": np.float64(0.5)}, file)
