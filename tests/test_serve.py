@@ -40,7 +40,7 @@ from lantern_hpu.backends import host
 from lantern_hpu.backends.cpu.backend import CPUBackend, threads_set
 from lantern_hpu.commands.serve import main
 from lantern_hpu.console import KEPT, NonBlockingStream
-from lantern_hpu.core import Request
+from lantern_hpu.core import Request, Sampling
 from lantern_hpu.decode.batch import Batch
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.errors import CaptureError, DeviceError, OptionError
@@ -64,6 +64,7 @@ DEFAULT_TIMEOUT_CONFIG.read = DEFAULT_TIMEOUT_CONFIG.connect = 120.0  # a busy m
 ROOT = Path(__file__).parent.parent
 METHODS = ("lantern++", "ar", "eagle2", "jacobi")
 PATH = "/v1/images/generations"
+SAMPLING = Sampling(cfg_scale=2.0, temperature=1.0, top_k=0, top_p=1.0)  # of the tiny model
 
 
 class Running:
@@ -136,8 +137,35 @@ def pixels(b64: str) -> NDArray[np.uint8]:
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(b64))))
 
 
+def picture_of(answer: httpx.Response) -> NDArray[np.uint8]:
+    assert answer.status_code == 200, answer.text
+    return pixels(answer.json()["data"][0]["b64_json"])
+
+
 def wanted(pipeline: LanternPipeline, prompt: str, seed: int, method: str) -> NDArray[np.uint8]:
     return np.asarray(pipeline(prompt, seed=seed, method=method).images[0])
+
+
+def new_job(
+    seed: int = 0,
+    method: str = "ar",
+    *,
+    prompt: str = "cat",
+    seconds: float = 300,
+    shows: tuple[int, ...] = (),
+    send: Any = None,
+) -> tuple[Job, list[Any]]:
+    """A job of the tiny model, and what it hears."""
+    heard: list[Any] = []
+    deadline = time.monotonic() + seconds
+    return Job(
+        Request(prompt, seed, SAMPLING), method, deadline, shows, send or heard.append
+    ), heard
+
+
+@pytest.fixture
+def client(server: Running) -> openai.OpenAI:
+    return openai.OpenAI(base_url=server.url + "/v1", api_key="none")
 
 
 # Pictures
@@ -145,9 +173,8 @@ def wanted(pipeline: LanternPipeline, prompt: str, seed: int, method: str) -> ND
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_openai_client_draws_what_generate_draws(
-    server: Running, pipeline: LanternPipeline, method: str
+    server: Running, client: openai.OpenAI, pipeline: LanternPipeline, method: str
 ) -> None:
-    client = openai.OpenAI(base_url=server.url + "/v1", api_key="none")
     extra = {"seed": 7, "method": method}
     answer = client.images.generate(
         prompt="red cat", model=server.decoder.served.name, n=2, size="auto", extra_body=extra
@@ -179,9 +206,8 @@ def test_the_answer_says_how_to_draw_it_again(server: Running, model: Path, tmp_
 
 
 def test_partial_pictures_come_before_the_whole_one(
-    server: Running, pipeline: LanternPipeline
+    client: openai.OpenAI, pipeline: LanternPipeline
 ) -> None:
-    client = openai.OpenAI(base_url=server.url + "/v1", api_key="none")
     extra = {"seed": 3, "method": "ar"}
     events = list(
         client.images.generate(prompt="blue", stream=True, partial_images=3, extra_body=extra)
@@ -224,9 +250,8 @@ def test_images_that_come_at_random_are_those_of_generate(
         if i % 7 == 5:
             assert answer is not None and answer.status_code == 400
         elif answer is not None and i % 7 != 3:
-            assert answer.status_code == 200, answer.text
-            drawn = pixels(answer.json()["data"][0]["b64_json"])
-            assert np.array_equal(drawn, wanted(pipeline, "red cat", i, METHODS[i % 3]))
+            want = wanted(pipeline, "red cat", i, METHODS[i % 3])
+            assert np.array_equal(picture_of(answer), want)
     server.until(lambda: not server.decoder.queue.open_jobs)
     assert server.metric("recompiles_after_readiness") == before == 0
 
@@ -252,18 +277,17 @@ def test_an_image_that_began_alone_begins_again_among_others(
         real(self)
 
     monkeypatch.setattr(DecodeThread, "join", join)
-    heard: list[Partial | Done | ApiError] = []
-    answers: list[Partial | Done | ApiError] = []
-    request, deadline = Request("cat", 0, server.decoder.served.sampling), time.monotonic() + 300
+    other, answers = new_job()
+    heard: list[Any] = []
 
-    def tell(event: Partial | Done | ApiError) -> None:
+    def tell(event: Any) -> None:
         if not heard:
-            server.decoder.submit([Job(request, "ar", deadline, (), answers.append)])
+            server.decoder.submit([other])
         heard.append(event)
 
     many = server.decoder.engines["ar", ONE_SHAPE][-1].batch.engine.step.stats
     before, queued = many.replays, server.metric("request_queue_time_seconds_count")
-    server.decoder.submit([Job(request, "ar", deadline, (1, 2), tell)])
+    server.decoder.submit([new_job(shows=(1, 2), send=tell)[0]])
     server.until(lambda: answers and not server.decoder.queue.open_jobs)
     assert server.metric("request_queue_time_seconds_count") == queued + 2
     assert many.replays > before
@@ -321,9 +345,7 @@ def test_an_error_of_one_image_fails_it_alone(
                 raise RuntimeError("planted")
             heard[seed] = event
 
-        prompt = "bad cat" if seed == BAD_SEED else "cat"
-        request = Request(prompt, seed, decoder.served.sampling)
-        return Job(request, "ar", time.monotonic() + 300, (), send)
+        return new_job(seed, prompt="bad cat" if seed == BAD_SEED else "cat", send=send)[0]
 
     seeds = range(20)
     monkeypatch.setattr(decoder, "options", replace(decoder.options, queue=21))
@@ -355,10 +377,7 @@ def test_only_a_device_that_draws_nothing_ends_the_process(
             heard.append((httpx.get(running.url + "/health").json()["status"], event))
 
         monkeypatch.setattr(Engine, "run_steps_and_read", broken)
-        request = Request("cat", 0, running.decoder.served.sampling)
-        running.decoder.submit(
-            [Job(request, "ar", time.monotonic() + 300, (), send) for _ in range(3)]
-        )
+        running.decoder.submit([new_job(send=send)[0] for _ in range(3)])
         running.until(lambda: len(heard) == 3)
         assert {status for status, _ in heard} == {"failed"}
         assert all(event.status_code == 500 for _, event in heard)
@@ -398,19 +417,16 @@ def until(holds: Any) -> None:
     Running.until(None, holds)  # type: ignore[arg-type]
 
 
-def seeded(decoder: DecodeThread, count: int) -> tuple[list[Job], list[int], dict[int, Any]]:
+def seeded(count: int) -> tuple[list[Job], list[int], dict[int, Any]]:
     """Jobs of seeds from 0 on; the seeds in the order of the answers, and the answers."""
     order, heard = list[int](), dict[int, Any]()
 
-    def job(seed: int) -> Job:
-        def send(event: Any) -> None:
-            heard[seed] = event
-            order.append(seed)
+    def send(seed: int, event: Any) -> None:
+        heard[seed] = event
+        order.append(seed)
 
-        request = Request("cat", seed, decoder.served.sampling)
-        return Job(request, "ar", time.monotonic() + 300, (), send)
-
-    return [job(seed) for seed in range(count)], order, heard
+    jobs = [new_job(seed, send=partial(send, seed))[0] for seed in range(count)]
+    return jobs, order, heard
 
 
 def test_images_go_on_while_the_pixels_of_one_are_made(
@@ -419,7 +435,7 @@ def test_images_go_on_while_the_pixels_of_one_are_made(
     """As many as two batches; no others begin then. Answers come in the order in which tokens were there."""
     go, begun = held_pixels
     with decoding(model) as decoder:
-        jobs, order, heard = seeded(decoder, 12)
+        jobs, order, heard = seeded(12)
         decoder.submit(jobs)
         until(lambda: decoder.unpainted >= 4 and not decoder.running)
         time.sleep(0.1)
@@ -440,14 +456,14 @@ def test_draining_waits_for_pixels_and_what_is_left_is_answered(
 ) -> None:
     go, begun = held_pixels
     with decoding(model) as decoder:
-        (job,), _, heard = seeded(decoder, 1)
+        (job,), _, heard = seeded(1)
         decoder.submit([job])
         until(lambda: begun)
         threading.Timer(0.3, go.set).start()
         assert decoder.stop(60) == 0 and isinstance(heard[0], Done) and not decoder.alive
     go.clear()
     with decoding(model) as decoder:
-        jobs, _, heard = seeded(decoder, 2)
+        jobs, _, heard = seeded(2)
         decoder.submit(jobs)
         until(lambda: len(begun) == 2)
         assert decoder.stop(0.1, wait=0) == 2 and decoder.alive
@@ -470,14 +486,11 @@ def test_text_and_pixels_of_clients_that_left_are_not_made(
         real(self, prompts)
 
     with decoding(model) as decoder:
-        jobs, _, heard = seeded(decoder, 3)
+        jobs, _, heard = seeded(3)
         decoder.submit(jobs)
         until(lambda: decoder.unpainted == 3)
         monkeypatch.setattr(WordConditioner, "prepare", prepare)
-        late = time.monotonic() + 300
-        texts = [
-            Job(Request(text, 9), "ar", late, (), lambda _: None) for text in ("slow", "never")
-        ]
+        texts = [new_job(prompt=prompt)[0] for prompt in ("slow", "never")]
         for text in texts:
             decoder.submit([text])
         until(lambda: read)
@@ -505,7 +518,7 @@ def test_pixels_have_the_threads_of_generate_whatever_a_step_takes(
         torch.set_num_threads(3)
         with decoding(model) as decoder:
             with threads_set(1):  # what new threads would begin with
-                jobs, *_ = seeded(decoder, 3)
+                jobs, *_ = seeded(3)
                 decoder.submit(jobs)
                 until(lambda: not decoder.queue.open_jobs)
             until(lambda: decoder.alive == [decoder.thread])
@@ -844,14 +857,14 @@ def test_room_comes_when_enough_images_have_found_a_slot(
 
 def test_retry_after_is_about_when_there_is_room(server: Running, slow: None) -> None:
     """Twelve wait and three are drawn: a thirteenth has room when the first of those three is done."""
-    decoder, late = server.decoder, time.monotonic() + 300
+    decoder = server.decoder
     server.until(lambda: not decoder.queue.open_jobs)
-    jobs = [job("ar", late)[0] for _ in range(15)]
+    jobs = [new_job()[0] for _ in range(15)]
     decoder.submit(jobs[:3])
     server.until(lambda: decoder.running == 3)
     decoder.submit(jobs[3:])
     with pytest.raises(ApiError) as refused:
-        decoder.submit([job("ar", late)[0]])
+        decoder.submit([new_job()[0]])
     began, promised = time.monotonic(), int((refused.value.headers or {})["Retry-After"])
     server.until(lambda: len(decoder.queue.waiting) < 12)
     assert promised <= 1 + 4 * (time.monotonic() - began) + 1
@@ -886,13 +899,8 @@ def test_engines_share_the_time_whatever_a_turn_of_theirs_takes(
     monkeypatch.setattr(decoder, "clock", lambda: float(steps))
     monkeypatch.setattr(Batch, "advance", advance)
     monkeypatch.setattr(DecodeThread, "has_room", True)
-    late = time.monotonic() + 300
-
-    def jobs(method: str, shows: tuple[int, ...]) -> list[Job]:
-        request = Request("cat", 3, decoder.served.sampling)
-        return [Job(request, method, late, shows, lambda event: None) for _ in range(6)]
-
-    decoder.submit([*jobs("jacobi", (1, 2, 3)), *jobs("ar", ())])
+    windows = [new_job(3, "jacobi", shows=(1, 2, 3))[0] for _ in range(6)]
+    decoder.submit([*windows, *(new_job(3)[0] for _ in range(6))])
     server.until(lambda: not decoder.queue.open_jobs)
     both = min(len(share) - share[::-1].index(method) for method in ("ar", "jacobi"))
     ahead = np.cumsum([1 if method == "ar" else -1 for method in share[:both]])
@@ -902,14 +910,13 @@ def test_engines_share_the_time_whatever_a_turn_of_theirs_takes(
 def test_greedy_and_weaker_relaxations_share_the_graph(
     server: Running, pipeline: LanternPipeline
 ) -> None:
-    answer = server.post(prompt="cat", temperature=0, seed=1, method="ar").json()
-    again = server.post(prompt="cat", temperature=0, seed=2, method="ar").json()
-    assert answer["data"][0]["b64_json"] != "" and answer["temperature"] == 0
-    first, second = (pixels(each["data"][0]["b64_json"]) for each in (answer, again))
+    first, second = (
+        picture_of(server.post(prompt="cat", temperature=0, seed=seed, method="ar"))
+        for seed in (1, 2)
+    )
     assert np.array_equal(first, second)
-    exact = server.post(prompt="cat", seed=4, method="lantern++", relax="lambda=1").json()
-    drawn = pixels(exact["data"][0]["b64_json"])
-    assert np.array_equal(drawn, wanted(pipeline, "cat", 4, "eagle"))
+    exact = picture_of(server.post(prompt="cat", seed=4, method="lantern++", relax="lambda=1"))
+    assert np.array_equal(exact, wanted(pipeline, "cat", 4, "eagle"))
     assert server.metric("recompiles_after_readiness") == 0
 
 
@@ -940,9 +947,7 @@ def test_presets_that_were_allowed_relax_a_window(model: Path, pipeline: Lantern
     options = ServeOptions(str(model), methods=("scd", "ar"), slots=2, allow=allowed)
     with served(options) as server:
         for name in allowed:
-            answer = server.post(prompt="cat", method="scd", seed=3, relax=name)
-            assert answer.status_code == 200, answer.text
-            drawn = pixels(answer.json()["data"][0]["b64_json"])
+            drawn = picture_of(server.post(prompt="cat", method="scd", seed=3, relax=name))
             image = pipeline("cat", seed=3, method="scd", relax=name).images[0]
             assert np.array_equal(drawn, np.asarray(image))
         weights = server.post(prompt="cat", method="scd", relax="omega-2")
@@ -969,13 +974,8 @@ def test_a_client_that_goes_away_frees_its_slot(server: Running, slow: None) -> 
     server.until(lambda: not server.decoder.queue.open_jobs)
 
 
-def job(method: str, deadline: float) -> tuple[Job, list[Partial | Done | ApiError]]:
-    heard: list[Partial | Done | ApiError] = []
-    return Job(Request("cat"), method, deadline, (), heard.append), heard
-
-
 def test_an_image_past_its_deadline_is_given_up(server: Running) -> None:
-    late, heard = job("ar", time.monotonic() - 1)
+    late, heard = new_job(seconds=-1)
     server.decoder.submit([late])
     server.until(lambda: heard)
     assert isinstance(heard[0], ApiError) and heard[0].status_code == 504
@@ -1002,6 +1002,14 @@ def test_metrics_count_what_the_answers_said(server: Running) -> None:
     assert after["images"] - before["images"] == 1 and after["tokens"] - before["tokens"] == 16
     position = server.metric("spec_decode_num_accepted_tokens_per_pos_total", position="0", **label)
     assert position - first == metrics["accepted_by_depth"][0]
+    histogram = metrics["speculative_decoding"]["acceptance_histogram"]
+    accepted = sum(length * count for length, count in enumerate(histogram))
+    assert sum(histogram) == metrics["speculative_decoding"]["num_spec_steps"] == metrics["steps"]
+    assert accepted == sum(metrics["accepted_by_depth"]) > 0
+    mean = metrics["speculative_decoding"]["mean_acceptance_length"]
+    assert mean == pytest.approx(1 + accepted / metrics["steps"], abs=1e-4)
+    plain = server.post(prompt="cat", method="ar").json()["data"][0]["metrics"]
+    assert plain["speculative_decoding"] is None
     for name in ("num_requests_running", "num_requests_waiting", "slots_in_use_ratio"):
         assert server.metric(name) == 0
     drawn = server.metric("request_success_total")
@@ -1032,13 +1040,9 @@ def lines_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_each_request_leaves_one_line_in_the_log(
     server: Running, caplog: pytest.LogCaptureFixture
 ) -> None:
+    body = json.dumps({"prompt": "cat", "method": "ar", "seed": 5})
     with caplog.at_level("INFO", "lantern_hpu.serve"):
-        answer = httpx.post(
-            server.url + PATH,
-            json={"prompt": "cat", "method": "ar", "seed": 5},
-            headers={"X-Request-Id": "mine"},
-            timeout=300,
-        )
+        answer = post_body(server, body, **{"X-Request-Id": "mine"})
         server.post(prompt="cat", n=0)
         server.until(lambda: len(lines_of(caplog)) == 2)
     good, bad = map(json.loads, lines_of(caplog))
@@ -1102,43 +1106,25 @@ def test_answers_and_errors_are_those_of_the_openapi_schema(server: Running) -> 
     jsonschema.validate(event, events["CompletedImage"] | {"components": schema["components"]})
 
 
-def test_accepted_drafts_are_counted_under_the_names_of_vllm(server: Running) -> None:
-    metrics = server.post(prompt="cat", method="lantern++", seed=5).json()["data"][0]["metrics"]
-    counts = metrics["speculative_decoding"]
-    histogram, steps = counts["acceptance_histogram"], counts["num_spec_steps"]
-    assert sum(histogram) == steps == metrics["steps"]
-    accepted = sum(length * count for length, count in enumerate(histogram))
-    assert accepted == sum(metrics["accepted_by_depth"]) > 0
-    assert counts["mean_acceptance_length"] == pytest.approx(1 + accepted / steps, abs=1e-4)
-    plain = server.post(prompt="cat", method="ar").json()["data"][0]["metrics"]
-    assert plain["speculative_decoding"] is None
-
-
-def test_the_request_of_the_tutorial_makes_its_file(model: Path, tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "tutorial.md").read_text()
-    pattern = r"curl -s http://127\.0\.0\.1:8000(\S+) .*?-d '(.*?)'.*?python3 -c \"(.*?)\"\n"
-    ((path, body, code),) = re.findall(pattern, page, re.DOTALL)
-    with served(ServeOptions(str(model), slots=2)) as server:
-        kind = {"Content-Type": "application/json", "Accept": "application/json"}
-        answer = httpx.post(server.url + path, content=body, headers=kind, timeout=300)
-    subprocess.run(
-        [sys.executable, "-c", code], input=answer.text, text=True, cwd=tmp_path, check=True
-    )
-    assert (tmp_path / "served.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_examples_of_the_page_run(model: Path) -> None:
+def test_the_examples_of_the_pages_run(model: Path, tmp_path: Path) -> None:
     """As they stand, but for the port and the model, on a server with default methods."""
     page = (ROOT / "docs" / "serving.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    ((path, body),) = re.findall(r"curl http://127\.0\.0\.1:8000(\S+) --json '(.*?)'", page)
+    requests = re.findall(r"curl http://127\.0\.0\.1:8000(\S+) --json '(.*?)'", page)
+    tutorial = (ROOT / "docs" / "tutorial.md").read_text()
+    pattern = r"curl -s http://127\.0\.0\.1:8000(\S+) .*?-d '(.*?)'.*?python3 -c \"(.*?)\"\n"
+    ((path, body, script),) = re.findall(pattern, tutorial, re.DOTALL)
+    kind = {"Content-Type": "application/json", "Accept": "application/json"}
     with served(ServeOptions(str(model), slots=2)) as server:
         names: dict[str, Any] = {}
         exec(code.replace("http://127.0.0.1:8000", server.url), names)
         assert names["answer"].data[0].b64_json
-        kind = {"Content-Type": "application/json", "Accept": "application/json"}
-        answer = httpx.post(server.url + path, content=body, headers=kind, timeout=300)
-        assert answer.status_code == 200, answer.text
+        for place, content in (*requests, (path, body)):
+            answer = httpx.post(server.url + place, content=content, headers=kind, timeout=300)
+            assert answer.status_code == 200, answer.text
+    command = [sys.executable, "-c", script]
+    subprocess.run(command, input=answer.text, text=True, cwd=tmp_path, check=True)
+    assert (tmp_path / "served.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_what_auto_chose_is_served_with_its_tree_and_each_setting_as_written(model: Path) -> None:
@@ -1168,13 +1154,13 @@ def test_speculation_is_offered_unasked_and_is_lossless(pipeline: LanternPipelin
 def test_nothing_is_taken_before_readiness_or_while_draining(model: Path) -> None:
     decoder = DecodeThread(LanternPipeline.from_pretrained(str(model)), ServeOptions(str(model)))
     with pytest.raises(ApiError, match="not ready yet"):
-        decoder.submit([job("ar", time.monotonic() + 300)[0]])
+        decoder.submit([new_job()[0]])
     decoder.ready = True
-    taken, heard = job("ar", time.monotonic() + 300)
+    taken, heard = new_job()
     decoder.submit([taken])
     decoder.stop()
     with pytest.raises(ApiError, match="about to stop"):
-        decoder.submit([job("ar", time.monotonic() + 300)[0]])
+        decoder.submit([new_job()[0]])
     assert isinstance(heard[0], ApiError) and heard[0].status_code == 503
 
 
@@ -1421,7 +1407,7 @@ def test_images_that_are_not_done_in_time_are_told_so(model: Path, slow: None) -
     decoder = DecodeThread(LanternPipeline.from_pretrained(str(model)), options)
     decoder.start()
     decoder.start(wait=True)
-    (first, _), (late, heard) = (job("ar", time.monotonic() + 300) for _ in range(2))
+    (first, _), (late, heard) = (new_job() for _ in range(2))
     decoder.submit([first, late])  # one slot, so the second waits
     server = Server(uvicorn.Config(make_app(options, lambda: decoder)), decoder, 0.0)
     server.drain(signal.SIGTERM)
