@@ -109,10 +109,7 @@ def rope_2d(
     for slot in range(prefix, min(length, prefix + rows * columns)):
         row, column = divmod(slot - prefix, columns)
         for m, frequency in enumerate(frequencies):
-            for place, angle in (
-                (m, row * frequency),
-                (m + len(frequencies), column * frequency),
-            ):
+            for place, angle in ((m, row * frequency), (m + len(frequencies), column * frequency)):
                 table[slot, place] = math.cos(angle), math.sin(angle)
     return table
 

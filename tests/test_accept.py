@@ -19,15 +19,7 @@ from lantern_hpu.methods.relaxation import Residual
 from lantern_hpu.ops.sampling import sample_distinct
 from lantern_hpu.tree import DraftTree
 from tests.marks import mostly_slow
-from tests.reference import (
-    Probs,
-    Relaxed,
-    cluster,
-    greedy_walk,
-    raised_mass,
-    residual_probs,
-    walk,
-)
+from tests.reference import Probs, Relaxed, cluster, greedy_walk, raised_mass, residual_probs, walk
 from tests.tiny import circle, random_tree, ring
 
 V, B = 12, 80  # vocabulary, images a tree
@@ -44,10 +36,7 @@ RULES = {
     "tv": Relaxed(tv=0.15),
     "tv budget": Relaxed(tv=0.15, budget=0.2),
 }
-KINDS = {
-    "drawn": True,
-    "given": False,
-}  # how the drafts came about: static trees, dynamic trees
+KINDS = {"drawn": True, "given": False}  # how the drafts came about: static trees, dynamic trees
 EMPTY = {"no ranks": (0, 0.3, 1.2), "no gap": (3, 0.0, 1.2), "no distance": (3, 0.3, 0.0)}
 EXACT_RULES = [
     Relaxed(k=6, lam=1.0),

@@ -43,7 +43,7 @@ from tests.test_step import (
     same_entries,
     surprise,
 )
-from tests.test_windows import batch, refusal, slow_race
+from tests.test_windows import batch, slow_race
 from tests.tiny import (
     Decoded,
     Models,
@@ -266,41 +266,6 @@ def test_the_window_is_part_of_its_name() -> None:
     assert load_tree("scd:16") == Window.of("scd", 16) != tree
 
 
-BAD = {
-    "more than the window": (["--method", "scd", "--window", "8:commit=9"], "1 to 8"),
-    "none": (["--method", "scd", "--window", "8:commit=0"], "1 to 8"),
-    "less than none": (["--method", "scd", "--window", "8:commit=-1"], "cannot read the window"),
-    "no places": (["--method", "jacobi", "--window", "0:commit=1"], "no drafts to accept"),
-    "no window": (
-        ["--method", "eagle", "--window", "16:commit=4"],
-        "--method jacobi or scd or sjd-pac",
-    ),
-    "auto": (["--window", "16:commit=4"], "auto chooses the tree"),
-    "relaxed": (
-        ["--method", "scd", "--window", "8:commit=4", "--relax", "lambda-5"],
-        "commit takes no relaxation",
-    ),
-    "siblings": (
-        ["--method", "sjd-pac", "--window", "8:2x2:commit=4"],
-        "exclude each other",
-    ),
-    "longer than the picture": (["--method", "scd", "--window", "16:commit=4"], "--window"),
-    "a tree": (
-        ["--method", "scd", "--tree", "scd:8", "--window", "8:commit=4"],
-        "exclude each other",
-    ),
-    "no number": (["--method", "scd@8:commit=all"], "cannot read the window"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_options_are_refused(
-    model: Path, tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options, said = BAD[case]
-    assert said in refusal(model, tmp_path, options, capsys)
-
-
 def test_a_relaxed_request_is_refused_in_a_batch(models: Models) -> None:
     relaxed = [request(relaxation=Multiplicative(3, lam=2.0))]
     with pytest.raises(OptionError, match="commit takes no relaxation"):
@@ -349,16 +314,3 @@ def test_a_server_says_which_schedule_it_serves(model: Path) -> None:
             read_call(ImagesRequest.model_validate({"prompt": "red cat", **body}), menu)
     with pytest.raises(ApiError, match="commit takes no relaxation"):
         read_call(ImagesRequest.model_validate({"prompt": "red cat", "relax": "lambda-5"}), menu)
-
-
-def test_python_takes_the_option(model: Path) -> None:
-    pipeline = LanternPipeline.from_pretrained(str(model), device="cpu")
-    seen: list[int] = []
-
-    def note(_: Any, steps: int, tokens: int, more: Any) -> None:
-        seen.append(steps)
-
-    got = pipeline("red cat", seed=4, method="scd", window="9:commit=3", callback_on_step_end=note)
-    assert got.records[0].steps == seen[-1] == 5 and got.config["tree"] == "scd:9:commit=3"
-    same = pipeline("red cat", seed=4, method="scd@9:commit=3")
-    assert torch.equal(torch.from_numpy(got.tokens), torch.from_numpy(same.tokens))

@@ -17,15 +17,7 @@ from scripts.measure.frontier import main as frontier
 from tests.reference import Relaxed
 from tests.test_accept import RULES, acceptance_of, bounds_of, random_probs, siblings_probs
 from tests.test_step import PROMPTS
-from tests.tiny import (
-    SMALL_TREE,
-    Models,
-    draw,
-    make_engine,
-    prefix_for,
-    request,
-    spec_for,
-)
+from tests.tiny import SMALL_TREE, Models, draw, make_engine, prefix_for, request, spec_for
 
 V = 6
 SOUND = {n: rule for n, rule in RULES.items() if "official" not in n and not n.startswith("tv")}

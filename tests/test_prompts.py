@@ -194,7 +194,7 @@ def test_text_that_cannot_be_encoded_is_refused_before_loading(
     given = ["--prompt", "cat", *words, "--output", str(tmp_path / "x.png")]
     assert generate.main(given) == 2
     assert "is not valid text" in capsys.readouterr().err
-    with pytest.raises(OptionError, match="is no text"):
+    with pytest.raises(OptionError, match="is not valid text"):
         Request("cat", negative="\ud83d")
 
 

@@ -32,6 +32,7 @@ from lantern_hpu.results.saved_tokens import read_saved_tokens
 from lantern_hpu.serve.options import ServeOptions
 from lantern_hpu.tree import DraftTree, load_tree
 from lantern_hpu.zoo.find import find_parts
+from tests.marks import mostly_slow
 from tests.test_serve import PATH, Running, served
 
 # Each example takes as long as it takes, and nothing is kept between runs, so that they are alike.
@@ -129,15 +130,10 @@ def ask_generated(server: Running, count: int) -> list[int]:
     return statuses
 
 
-def test_no_body_is_a_failure_of_the_server(server: Running) -> None:
-    statuses = ask_generated(server, 150)
+@pytest.mark.parametrize("count", mostly_slow([150, 2000], 150))
+def test_no_body_is_a_failure_of_the_server(server: Running, count: int) -> None:
+    statuses = ask_generated(server, count)
     assert 200 in statuses and 400 in statuses
-
-
-@pytest.mark.slow
-def test_no_body_of_two_thousand_is_a_failure_of_the_server(server: Running) -> None:
-    statuses = ask_generated(server, 2000)
-    assert len(statuses) >= 2000 and 200 in statuses and 400 in statuses
 
 
 # Of each field: the ends of its range, and what is just past them or far away
@@ -215,24 +211,8 @@ def test_a_tree_is_read_or_refused(tmp_path: Path, content: Any) -> None:
     assert tree is None or isinstance(tree, DraftTree)
 
 
-words = st.sampled_from(
-    [
-        "eagle",
-        "scd",
-        "lantern++",
-        "auto",
-        "ar",
-        ":",
-        "@",
-        "lambda=5",
-        "delta-0.1",
-        "chain",
-        "16",
-        "9" * 40,
-        "nan",
-        "-1",
-    ]
-)
+WORDS = "eagle scd lantern++ auto ar : @ lambda=5 delta-0.1 chain 16 nan -1".split()
+words = st.sampled_from([*WORDS, "9" * 40])
 
 
 @examples(200)

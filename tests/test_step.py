@@ -55,6 +55,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "greedy unguided": {"temperature": 0.0, "cfg_scale": 1.0},
 }
+SLOW_SETTINGS = [name for name in SETTINGS if name not in ("guided", "top-k")]
+WITHOUT_PADS = {"rope": "1d", "rope_pairs": "half", "qk_norm": True}
 PROMPTS = ["abcd", "xy", "q", "abc"]
 
 
@@ -75,15 +77,88 @@ def slow_images(
     return images
 
 
-@pytest.mark.parametrize("settings", mostly_slow(SETTINGS, "guided", "top-k"))
-@pytest.mark.parametrize("tree", [AR, SMALL_TREE], ids=lambda tree: tree.name)
-def test_images_are_those_of_the_slow_loop(models: Models, tree: DraftTree, settings: str) -> None:
-    requests = batch(**SETTINGS[settings])
+CHAIN, NAMED, BROAD = map(load_tree, ("chain", "mc_sim_7b_63", "dynamic"))
+
+
+@pytest.mark.parametrize(
+    ("tree", "settings"),
+    [
+        *((tree, name) for tree in (AR, SMALL_TREE, GROWN) for name in ("guided", "top-k")),
+        (CHAIN, "guided"),
+        (NAMED, "guided"),
+        *mostly_slow((tree, name) for tree in (AR, SMALL_TREE, GROWN) for name in SLOW_SETTINGS),
+        *mostly_slow([(CHAIN, "top-k"), (CHAIN, "greedy"), (NAMED, "greedy"), (BROAD, "guided")]),
+    ],
+    ids=str,
+)
+def test_images_are_those_of_the_slow_loop(models: Models, tree: Tree, settings: str) -> None:
+    requests = batch(**SETTINGS[settings])[: 2 if tree in (NAMED, BROAD) else 4]
     decoded = sample(models, tree, requests)
     assert decoded.tokens.tolist() == slow_images(models, tree, requests)
-    if tree is SMALL_TREE:
+    if tree in (SMALL_TREE, GROWN):
         counts = torch.tensor(decoded.accepted).sum(0)
         assert 0 < counts[0] < sum(decoded.steps)  # some drafts were accepted, some refused
+
+
+FLAT = DraftTree.from_paths("flat", [[0], [1], [2]])
+
+
+@pytest.mark.parametrize("name", ["dynamic:1x3x4", "dynamic:3x0x2", "flat"])
+def test_trees_at_the_ends_of_their_sizes(models: Models, name: str) -> None:
+    tree, requests = FLAT if name == "flat" else load_tree(name), batch()
+    assert sample(models, tree, requests).tokens.tolist() == slow_images(models, tree, requests)
+
+
+@pytest.mark.parametrize(
+    ("tree", "config", "drafter"),
+    [
+        (SMALL_TREE, {}, {"sees_pads": True}),
+        (SMALL_TREE, {}, {"input_norm": True}),
+        (SMALL_TREE, {}, {"likeness": 0.0}),
+        (SMALL_TREE, {"prefix": 1}, {}),
+        (SMALL_TREE, {"prefix": 2}, {}),
+        (SMALL_TREE, WITHOUT_PADS, {}),
+        pytest.param(GROWN, WITHOUT_PADS, {}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_variants_of_networks_equal_the_slow_loop(
+    tree: Tree, config: dict[str, Any], drafter: dict[str, Any]
+) -> None:
+    models, requests = tiny_models(tiny_config(**config), **drafter), batch()
+    assert sample(models, tree, requests).tokens.tolist() == slow_images(models, tree, requests)
+
+
+RELAXED: list[tuple[Tree, Relaxation]] = [
+    (SMALL_TREE, Multiplicative(6, lam=4.0)),
+    (GROWN, Additive(6, bound=0.3)),
+    (SMALL_TREE, Multiplicative(6, "official", lam=4.0)),
+    (GROWN, Additive(6, "official", bound=0.3)),
+    (SMALL_TREE, Clustered(distance=0.5)),
+    (SMALL_TREE, Annealed(omega=2.0, nu=0.4)),
+    (GROWN, Annealed(omega=2.0, nu=0.4)),
+]
+
+
+@pytest.mark.parametrize("settings", mostly_slow(["guided", "top-k", "greedy"], "guided"))
+@pytest.mark.parametrize(("tree", "rule"), RELAXED, ids=str)
+def test_relaxed_images_are_those_of_the_slow_loop(
+    models: Models, tree: Tree, rule: Relaxation, settings: str
+) -> None:
+    requests = batch(**SETTINGS[settings], relaxation=rule)
+    decoded = sample(models, tree, requests)
+    slow = Relaxed(
+        neighbours=ring(32).tolist(),
+        k=rule.k,
+        delta=rule.delta,
+        lam=rule.factor + 1,
+        residual=rule.residual,
+        weights=rule.weights(tree.depth) if rule.weighs else (),
+        codes=circle(32).tolist() if rule.clusters else (),
+        limits=rule.limits,
+    )
+    assert decoded.tokens.tolist() == slow_images(models, tree, requests, slow)
+    assert sum(decoded.relaxed) > 0
 
 
 def test_filters_come_in_the_order_of_the_family() -> None:
@@ -98,101 +173,6 @@ def test_filters_come_in_the_order_of_the_family() -> None:
     assert found[0] != found[1]
 
 
-@pytest.mark.parametrize("settings", mostly_slow(["guided", "top-k", "greedy"], "guided"))
-def test_chain_tree_equals_chain_decoding(models: Models, settings: str) -> None:
-    requests, chain = batch(**SETTINGS[settings]), load_static("chain")
-    assert sample(models, chain, requests).tokens.tolist() == slow_images(models, chain, requests)
-
-
-@pytest.mark.parametrize("settings", mostly_slow(["guided", "greedy"], "guided"))
-def test_named_tree_equals_the_slow_loop(models: Models, settings: str) -> None:
-    requests, tree = batch(**SETTINGS[settings])[:2], load_static("mc_sim_7b_63")
-    assert sample(models, tree, requests).tokens.tolist() == slow_images(models, tree, requests)
-
-
-@pytest.mark.parametrize("residual", ["sound", "official"])
-@pytest.mark.parametrize("settings", mostly_slow(["guided", "top-k", "greedy"], "guided"))
-@pytest.mark.parametrize(
-    ("tree", "rule"),
-    [(SMALL_TREE, Multiplicative(6, lam=4.0)), (GROWN, Additive(6, bound=0.3))],
-    ids=["static", "dynamic"],
-)
-def test_relaxed_images_are_those_of_the_slow_loop(
-    models: Models, tree: Tree, rule: Relaxation, settings: str, residual: Any
-) -> None:
-    requests = batch(**SETTINGS[settings], relaxation=replace(rule, residual=residual))
-    decoded = sample(models, tree, requests)
-    slow = Relaxed(ring(32).tolist(), 6, rule.delta, rule.factor + 1, residual)
-    assert decoded.tokens.tolist() == slow_images(models, tree, requests, slow)
-    assert sum(decoded.relaxed) > 0
-
-
-@pytest.mark.parametrize("settings", ["guided", "top-k", "greedy"])
-def test_images_with_clusters_are_those_of_the_slow_loop(models: Models, settings: str) -> None:
-    clusters = Clustered(distance=0.5)
-    requests = batch(**SETTINGS[settings], relaxation=clusters)
-    decoded = sample(models, SMALL_TREE, requests)
-    slow = Relaxed(codes=circle(32).tolist(), limits=clusters.limits)
-    assert decoded.tokens.tolist() == slow_images(models, SMALL_TREE, requests, slow)
-    assert sum(decoded.relaxed) > 0
-
-
-# Dynamic trees
-
-
-@pytest.mark.parametrize("settings", mostly_slow(SETTINGS, "guided", "greedy"))
-def test_dynamic_images_are_those_of_the_slow_loop(models: Models, settings: str) -> None:
-    requests = batch(**SETTINGS[settings])
-    decoded = sample(models, GROWN, requests)
-    assert decoded.tokens.tolist() == slow_images(models, GROWN, requests)
-    counts = torch.tensor(decoded.accepted).sum(0)
-    assert 0 < counts[0] < sum(decoded.steps)
-
-
-@pytest.mark.parametrize(
-    "tree", mostly_slow([SMALL_TREE, GROWN], SMALL_TREE), ids=lambda tree: tree.name
-)
-@pytest.mark.parametrize("settings", mostly_slow(["guided", "greedy"], "guided"))
-def test_annealed_images_are_those_of_the_slow_loop(
-    models: Models, tree: Tree, settings: str
-) -> None:
-    annealed = Annealed(omega=2.0, nu=0.4)
-    requests = batch(**SETTINGS[settings], relaxation=annealed)
-    decoded = sample(models, tree, requests)
-    rule = Relaxed(weights=annealed.weights(tree.depth))
-    assert decoded.tokens.tolist() == slow_images(models, tree, requests, rule)
-    assert sum(decoded.relaxed) > 0
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "dynamic:1x3x4",
-        "dynamic:3x0x2",
-        pytest.param("dynamic:4x1x20", marks=pytest.mark.slow),
-        pytest.param("dynamic", marks=pytest.mark.slow),
-    ],
-)
-def test_dynamic_tree_of_any_size(models: Models, name: str) -> None:
-    requests, tree = batch()[:2], load_tree(name)
-    assert sample(models, tree, requests).tokens.tolist() == slow_images(models, tree, requests)
-
-
-def test_depth_one_tree(models: Models) -> None:
-    tree = DraftTree.from_paths("flat", [[0], [1], [2]])
-    requests = batch()
-    assert sample(models, tree, requests).tokens.tolist() == slow_images(models, tree, requests)
-
-
-@pytest.mark.parametrize(
-    "options", [{"sees_pads": True}, {"input_norm": True}, {"likeness": 0.0}], ids=str
-)
-def test_drafter_variants_equal_the_slow_loop(options: dict[str, Any]) -> None:
-    models, requests = tiny_models(**options), batch()
-    decoded = sample(models, SMALL_TREE, requests)
-    assert decoded.tokens.tolist() == slow_images(models, SMALL_TREE, requests)
-
-
 @pytest.mark.parametrize(
     "tree", mostly_slow([SMALL_TREE, GROWN], SMALL_TREE), ids=lambda tree: tree.name
 )
@@ -202,23 +182,6 @@ def test_a_drafter_of_unshifted_tokens_equals_the_slow_loop(tree: Tree) -> None:
     assert decoded.tokens.tolist() == slow_images(models, tree, requests)
     shifted = sample(tiny_models(), tree, requests)
     assert decoded.accepted != shifted.accepted
-
-
-@pytest.mark.parametrize(
-    "tree", mostly_slow([SMALL_TREE, GROWN], SMALL_TREE), ids=lambda tree: tree.name
-)
-def test_positions_without_pads_equal_the_slow_loop(tree: Tree) -> None:
-    models = tiny_models(tiny_config(rope="1d", rope_pairs="half", qk_norm=True))
-    requests = batch()
-    decoded = sample(models, tree, requests)
-    assert decoded.tokens.tolist() == slow_images(models, tree, requests)
-
-
-@pytest.mark.parametrize("prefix", [1, 2])
-def test_short_prefixes_equal_the_slow_loop(prefix: int) -> None:
-    models, requests = tiny_models(tiny_config(prefix=prefix)), batch()
-    decoded = sample(models, SMALL_TREE, requests)
-    assert decoded.tokens.tolist() == slow_images(models, SMALL_TREE, requests)
 
 
 # Exact means exact
@@ -359,20 +322,6 @@ def test_distribution_test_notices_a_wrong_distribution(strangers: Models) -> No
     counts, one = count_images(strangers, SMALL_TREE, cfg_scale=1.0)
     warmer = request(one.prompt, cfg_scale=1.0, temperature=1.2)
     assert surprise(counts, exact_probs(strangers[0], warmer)) > 10
-
-
-@pytest.mark.slow
-@torch.no_grad()
-def test_distribution_test_notices_children_that_were_not_drawn(
-    strangers: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def best(probs: Tensor, uniform: Tensor) -> Tensor:
-        return probs.topk(uniform.shape[-1], -1).indices.int()
-
-    target, drafter = strangers
-    monkeypatch.setattr(target, "kernels", replace(target.kernels, sample_distinct=best))
-    counts, one = count_images((target, drafter), SMALL_TREE, cfg_scale=1.0)
-    assert surprise(counts, exact_probs(strangers[0], one)) > 10
 
 
 @pytest.mark.slow

@@ -340,10 +340,7 @@ class Engine:
 
     @torch.no_grad()
     def trace(
-        self,
-        prefix: Prefix,
-        requests: Sequence[Request],
-        clock: Callable[[], float] | None = None,
+        self, prefix: Prefix, requests: Sequence[Request], clock: Callable[[], float] | None = None
     ) -> Iterator[StepTrace]:
         """Decode a batch uncaptured, step by step, and show what draft, verify, accept and commit made.
 

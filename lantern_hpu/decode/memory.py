@@ -260,10 +260,7 @@ def fit_report(
 
 
 def check_room(
-    name: str,
-    model: ModelConfig,
-    fit: Fit,
-    options: DeviceOptions = DeviceOptions(),
+    name: str, model: ModelConfig, fit: Fit, options: DeviceOptions = DeviceOptions()
 ) -> None:
     """Refuse, before it is loaded, a model that cannot draw even one image on a device, one token a step.
 

@@ -40,11 +40,7 @@ class Window(DraftTree):
 
     @classmethod
     def of(
-        cls,
-        rule: Rule,
-        width: int,
-        front: tuple[int, int] | None = None,
-        commit: int | None = None,
+        cls, rule: Rule, width: int, front: tuple[int, int] | None = None, commit: int | None = None
     ) -> Window:
         """The window of a rule.
 
