@@ -174,16 +174,7 @@ def test_greedy_rule_is_the_textbook_rule(name: str) -> None:
 @pytest.mark.parametrize(
     "rule",
     EXACT_RULES,
-    ids=[
-        "lambda 1",
-        "delta 0",
-        "k 0 additive",
-        "k 0 multiplicative",
-        "weight 1",
-        "tv 0",
-        "budget 0",
-        *EMPTY,
-    ],
+    ids=lambda rule: f"{rule.k} {rule.lam} {rule.delta} {rule.tv} {rule.limits}",
 )
 def test_relaxed_with_zero_bound_is_exact(rule: Relaxed, residual: str, kind: str) -> None:
     zero, drawn = replace(rule, residual=residual), KINDS[kind]
@@ -280,24 +271,6 @@ def random_probs(seed: int, size: int) -> tuple[Tensor, Tensor]:
     return p, q
 
 
-@pytest.mark.parametrize("children", [1, 2, 3, 5])
-@pytest.mark.parametrize("seed", range(4))
-def test_exact_acceptance_reproduces_the_target_distribution(children: int, seed: int) -> None:
-    p, q = random_probs(seed, 6)
-    torch.testing.assert_close(siblings_probs(p, q, children, Relaxed()), p, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("children", [1, 3, 5])
-@pytest.mark.parametrize("seed", range(4))
-def test_exact_acceptance_of_sure_drafts_reproduces_the_target_distribution(
-    children: int, seed: int
-) -> None:
-    p, q = random_probs(seed, 6)
-    sure = torch.arange(children)[None]
-    found = siblings_probs(p, q, children, Relaxed(), sure)
-    torch.testing.assert_close(found, p, rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("weight", [0.0, 0.3, 1.0, 1.7])
 def test_annealed_acceptance_is_exact_up_to_weight_one(weight: float, kind: str) -> None:
@@ -306,6 +279,16 @@ def test_annealed_acceptance_is_exact_up_to_weight_one(weight: float, kind: str)
     found = siblings_probs(p, q, 3, Relaxed(weights=(weight,) * 4), sure)
     moved = float((found - p).abs().sum()) / 2
     assert moved < 1e-12 if weight <= 1 else moved > 0.01
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("children", [1, 2, 3, 5])
+@pytest.mark.parametrize("seed", range(4))
+def test_exact_acceptance_reproduces_the_target(children: int, seed: int, kind: str) -> None:
+    p, q = random_probs(seed, 6)
+    sure = None if KINDS[kind] else torch.arange(children)[None]
+    found = siblings_probs(p, q, children, Relaxed(), sure)
+    torch.testing.assert_close(found, p, rtol=0, atol=1e-12)
 
 
 def test_relaxed_acceptance_moves_the_distribution() -> None:
@@ -409,49 +392,41 @@ P5, Q5 = [0.2, 0.1, 0.1, 0.3, 0.3], [0.5, 0.2, 0.1, 0.1, 0.1]
 NEAR5 = [[1, 2, 3, 4], [0, 2, 3, 4], [1, 0, 3, 4], [2, 4, 1, 0], [3, 2, 1, 0]]
 
 
-@pytest.mark.parametrize(
-    ("residual", "after"),
-    [("sound", [0, 0, 0, 0.5, 0.5]), ("official", [0, 0.1 / 0.7, 0.1 / 0.7, 0.3 / 0.7, 0.2 / 0.7])],
-)
-def test_hand_made_example(residual: Residual, after: list[float]) -> None:
-    # lambda a little above 2: at exactly 2 rounding decides whether 0.1 + 0.1 is within (2 - 1) 0.2.
-    rule = Relaxed(NEAR5, k=2, lam=2.0 + 1e-9, residual=residual)
-    assert lent_mass(P5, 0, rule) == pytest.approx(0.2)
-    assert residual_probs(P5, Q5, 0, rule) == pytest.approx(after)
-    assert lent_mass(P5, 0, Relaxed(NEAR5, k=2, delta=0.15)) == pytest.approx(0.1)
+# lambda a little above 2: at exactly 2 rounding decides whether 0.1 + 0.1 is within (2 - 1) 0.2.
+LAMBDA = Relaxed(NEAR5, k=2, lam=2.0 + 1e-9)
+DELTA = Relaxed(NEAR5, k=2, delta=0.15)
+
+
+def test_hand_made_masses() -> None:
+    assert lent_mass(P5, 0, LAMBDA) == pytest.approx(0.2)
+    assert lent_mass(P5, 0, DELTA) == pytest.approx(0.1)
     assert lent_mass(P5, 0, Relaxed(NEAR5, k=1, lam=2.1)) == pytest.approx(0.1)
 
-    tree = DraftTree.from_paths("one", [[0]])
-    acceptance = Acceptance(spec_of(tree, residual, metered=False), torch.tensor(NEAR5))
-    p, q = (torch.tensor(x, dtype=torch.float64).expand(2, 1, -1) for x in (P5, Q5))
-    uniform = torch.tensor([0.79, 0.81], dtype=torch.float64)[
-        :, None, None
-    ]  # the chance is 0.4 / 0.5
-    tables, tokens = StaticTables(tree)(2), torch.zeros(2, 2, dtype=torch.int32)
-    drafts = Drafts(tokens, q, tables)
-    verdict = acceptance.walk_sampled(p, drafts, uniform, bounds_of(rule, 2))
-    assert verdict.node.tolist() == [1, 0]
-    assert verdict.relaxed.tolist() == [[True], [False]]
-    assert verdict.residual[1].tolist() == pytest.approx(after)
-
 
 @pytest.mark.parametrize(
-    ("residual", "after"),
-    [("sound", [0, 0, 0.1 / 0.7, 0.3 / 0.7, 0.3 / 0.7]), ("official", [0, 0, 0, 0, 1])],
+    ("rule", "residual", "q", "chance", "after"),
+    [
+        (LAMBDA, "sound", Q5, 0.4 / 0.5, [0, 0, 0, 0.5, 0.5]),
+        (LAMBDA, "official", Q5, 0.4 / 0.5, [0, 0.1 / 0.7, 0.1 / 0.7, 0.3 / 0.7, 0.2 / 0.7]),
+        (DELTA, "sound", None, 0.3, [0, 0, 0.1 / 0.7, 0.3 / 0.7, 0.3 / 0.7]),
+        (DELTA, "official", None, 0.3, [0, 0, 0, 0, 1]),
+    ],
 )
-def test_hand_made_example_of_a_sure_draft(residual: Residual, after: list[float]) -> None:
-    rule = Relaxed(NEAR5, k=2, delta=0.15, residual=residual)
-    assert raised_mass(P5, 0, rule) == pytest.approx(0.3)
-    assert residual_probs(P5, None, 0, rule) == pytest.approx(after)
-
+def test_hand_made_examples(
+    rule: Relaxed, residual: Residual, q: Probs | None, chance: float, after: list[float]
+) -> None:
+    """Of one draft, drawn from q or sure: accepted just below its chance, refused just above it."""
+    rule = replace(rule, residual=residual)
+    assert residual_probs(P5, q, 0, rule) == pytest.approx(after)
     tree = DraftTree.from_paths("one", [[0]])
     acceptance = Acceptance(spec_of(tree, residual, metered=False), torch.tensor(NEAR5))
     p = torch.tensor(P5, dtype=torch.float64).expand(2, 1, -1)
-    uniform = torch.tensor([0.29, 0.31], dtype=torch.float64)[:, None, None]
-    tables, tokens = StaticTables(tree)(2), torch.zeros(2, 2, dtype=torch.int32)
-    drafts = Drafts(tokens, None, tables)
+    drawn = None if q is None else torch.tensor(q, dtype=torch.float64).expand(2, 1, -1)
+    uniform = torch.tensor([chance - 0.01, chance + 0.01], dtype=torch.float64)[:, None, None]
+    drafts = Drafts(torch.zeros(2, 2, dtype=torch.int32), drawn, StaticTables(tree)(2))
     verdict = acceptance.walk_sampled(p, drafts, uniform, bounds_of(rule, 2))
     assert verdict.node.tolist() == [1, 0]
+    assert verdict.relaxed[0].tolist() == [True]
     assert verdict.residual[1].tolist() == pytest.approx(after)
 
 

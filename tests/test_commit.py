@@ -13,23 +13,14 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tqdm import tqdm
 
 from lantern_hpu.commands import generate
 from lantern_hpu.core import Request
 from lantern_hpu.decode.batch import Batch
-from lantern_hpu.errors import OptionError
-from lantern_hpu.methods.relaxation import Multiplicative
 from lantern_hpu.methods.setting import Resolved, Setting
 from lantern_hpu.ops.sampling import noise_keys, uniforms
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.serve.calls import read_call
-from lantern_hpu.serve.options import ServeOptions
-from lantern_hpu.serve.protocol import ApiError, ImagesRequest
-from lantern_hpu.serve.served import make_served_model
 from lantern_hpu.tree import Window, load_tree
-from lantern_lab.evaluate.options import FidelityOptions
-from lantern_lab.fidelity import fidelity_rows
 from tests.emulated import draw_warm, emulated
 from tests.marks import mostly_slow
 from tests.test_step import (
@@ -266,12 +257,6 @@ def test_the_window_is_part_of_its_name() -> None:
     assert load_tree("scd:16") == Window.of("scd", 16) != tree
 
 
-def test_a_relaxed_request_is_refused_in_a_batch(models: Models) -> None:
-    relaxed = [request(relaxation=Multiplicative(3, lam=2.0))]
-    with pytest.raises(OptionError, match="commit takes no relaxation"):
-        sample(models, Window.of("scd", 4, commit=2), relaxed)
-
-
 def test_an_image_is_drawn_again_from_its_file(model: Path, tmp_path: Path) -> None:
     first, again, report = tmp_path / "first.png", tmp_path / "again.png", tmp_path / "r.json"
     given = ["--model", str(model), "--prompt", "red cat", "--seed", "4", "--output", str(first)]
@@ -283,34 +268,3 @@ def test_an_image_is_drawn_again_from_its_file(model: Path, tmp_path: Path) -> N
     assert 0 < record["tv_max"] <= record["tv_sum"] == pytest.approx(15 * record["tv_mean"])
     assert generate.main(["--from-png", str(first), "--output", str(again)]) == 0
     assert np.array_equal(np.asarray(Image.open(first)), np.asarray(Image.open(again)))
-
-
-def test_fidelity_reads_the_meter(model: Path) -> None:
-    pipeline = LanternPipeline.from_pretrained(str(model), device="cpu")
-    settings = [Setting.parse(f"scd@9:commit={final}") for final in (1, 3)]
-    options = FidelityOptions(images=3, timed=1)
-    exact, lossy = fidelity_rows(pipeline, settings, options, tqdm(disable=True))
-    assert (exact["tv"], exact["tv_interval"], lossy["places"]) == (0, 0, 3)
-    records = pipeline("red cat", num_images_per_prompt=3, method="scd@9:commit=3").records
-    assert 0 < lossy["tv"] < 1 and all(record.tv_mean for record in records)
-
-
-def test_a_server_says_which_schedule_it_serves(model: Path) -> None:
-    pipeline = LanternPipeline.from_pretrained(str(model), device="cpu")
-    menu = make_served_model(
-        pipeline, ServeOptions(str(model), methods=("scd@9:commit=3", "ar"), slots=2)
-    )
-    assert menu.methods["scd"].spec.max_step_tokens == 3
-    call = read_call(
-        ImagesRequest.model_validate({"prompt": "red cat", "window": "9:commit=3"}), menu
-    )
-    assert call.served.setting.tree.name == "scd:9:commit=3"
-    for body, allowed in (
-        ({"window": "9:commit=2"}, "scd:9:commit=3, which scd serves"),
-        ({"window": 9}, "scd:9:commit=3, which scd serves"),
-        ({"method": "ar", "window": "9:commit=3"}, "root, which ar serves"),
-    ):
-        with pytest.raises(ApiError, match=allowed):
-            read_call(ImagesRequest.model_validate({"prompt": "red cat", **body}), menu)
-    with pytest.raises(ApiError, match="commit takes no relaxation"):
-        read_call(ImagesRequest.model_validate({"prompt": "red cat", "relax": "lambda-5"}), menu)

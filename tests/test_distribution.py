@@ -78,17 +78,8 @@ def test_the_script_ends_with_1_where_a_lossless_method_is_not(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "law.json"
-    words = [
-        "law",
-        "--model",
-        str(model),
-        "--device",
-        "cpu",
-        "--seeds",
-        str(SEEDS),
-        "--relaxed",
-        "",
-    ]
+    words = ["law", "--model", str(model), "--device", "cpu"]
+    words += ["--seeds", str(SEEDS), "--relaxed", ""]
     for methods, code in (("ar", 0), ("ar,scd:tv=1@4", 1)):
         monkeypatch.setattr(sys, "argv", [*words, "--method", methods, "--output", str(file)])
         assert law.main() == code

@@ -312,39 +312,24 @@ def test_written_forms() -> None:
 @pytest.mark.parametrize(
     ("setting", "says"),
     [
-        ("lantern:tv=0.1", "no tv with a dynamic tree"),
-        ("eagle2:tv=0.1", "eagle2 is exact"),
-        ("eagle:tv=0.1", "eagle is exact"),
-        ("jacobi:tv=0.1", "jacobi takes no relaxation"),
-        ("ar:tv=0.1", "ar is exact"),
-    ],
-)
-def test_methods_that_draw_nothing_refuse_it_and_name_those_that_take_it(
-    setting: str, says: str
-) -> None:
-    with pytest.raises(OptionError, match=says) as caught:
-        Setting.parse(setting)
-    assert "lantern++" in str(caught.value.hint)
-
-
-@pytest.mark.parametrize(
-    ("setting", "says"),
-    [
         ("scd:tv=1.5", "relax tv is 1.5"),
         ("scd:tv=-0.1", "relax tv is -0.1"),
         ("scd:tv=nan", "relax tv is nan"),
         ("scd:tv=0.1:budget=-1", "relax budget is -1"),
         ("scd:tv=0.1:budget=inf", "relax budget is inf"),
-        ("scd:lambda=5:budget=2", "relax budget belongs to tv"),
-        ("scd:budget=2", "relax budget belongs to tv"),
+        ("scd:lambda=5:budget=2", "budget belongs to tv"),
+        ("scd:budget=2", "budget belongs to tv"),
         ("scd:tv=0.1:k=3", "relax k is 3"),
         ("scd:tv=0.1:lambda=5", "exclude each other"),
+        ("lantern:tv=0.1", "no tv with a dynamic tree"),
+        ("eagle2:tv=0.1", "eagle2 is exact"),
+        ("jacobi:tv=0.1", "jacobi takes no relaxation"),
+        ("ar:tv=0.1", "ar is exact"),
     ],
 )
-def test_values_out_of_range(setting: str, says: str) -> None:
-    with pytest.raises(OptionError) as caught:
+def test_what_a_method_or_its_range_refuses(setting: str, says: str) -> None:
+    with pytest.raises(OptionError, match=says):
         Setting.parse(setting)
-    assert says in str(caught.value)
 
 
 def test_a_picture_says_what_it_spent_and_is_drawn_again(model: Path, tmp_path: Path) -> None:
