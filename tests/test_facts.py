@@ -198,10 +198,6 @@ def test_planted_fault_refutes_the_fact(release: str, fact: Fact) -> None:
     raise AssertionError(f"no fault refutes it: {answers}")
 
 
-def test_faults_are_of_facts_that_exist() -> None:
-    assert set(OWN) <= {fact.name for fact in FACTS}
-
-
 ALONE = [
     (fact.only, other, fact)
     for fact in FACTS
@@ -220,9 +216,3 @@ def test_fact_of_one_release_is_refuted_by_the_other(
     """What a card of another release would answer: the question can be refuted."""
     with pytest.raises((Refuted, Unanswered, AttributeError)):
         fact.check(card)
-
-
-def test_facts_have_their_own_names_and_sources() -> None:
-    names = [fact.name for fact in FACTS]
-    assert len(set(names)) == len(names) >= 60
-    assert all("/" in fact.source or ":" in fact.source or "." in fact.source for fact in FACTS)

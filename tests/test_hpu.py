@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gaudi_emulator import emulate, hpex, warmed_up
-from gaudi_emulator.lint.lint_model import lint_model, rehearsed_captures
+from gaudi_emulator import emulate, hpex
+from gaudi_emulator.lint.lint_model import rehearsed_captures
 from lantern_hpu.backends import get_backend
 from lantern_hpu.backends.hpu import backend as hpu_backend
 from lantern_hpu.backends.hpu.backend import HPUBackend, matmul_attention
 from lantern_hpu.backends.hpu.env import RECIPE_CACHE, RELEASES
 from lantern_hpu.cli import main
-from lantern_hpu.decode.step import Step
-from lantern_hpu.errors import CaptureError, DeviceError, OptionError
+from lantern_hpu.errors import CaptureError
 from lantern_hpu.graphs import make_runner
 from lantern_hpu.methods.relaxation import PRESETS, Clustered
 from lantern_hpu.methods.setting import METHODS, SMALL_TREE
@@ -151,99 +147,6 @@ def test_a_card_draws_in_bfloat16_with_the_defaults_of_a_card(model: Path) -> No
         assert not rules(card)
 
 
-# Planted faults
-
-
-def planted(fault: Callable[[Step, Any], object]) -> Callable[[Step, Any], Any]:
-    real = Step.inputs
-
-    def inputs(self: Step, state: Any) -> Any:
-        fault(self, state)
-        return real(self, state)
-
-    return inputs
-
-
-def growing(step: Step, state: Any) -> None:
-    step.seen = torch.cat([getattr(step, "seen", state.root), state.root])
-
-
-def varying(step: Step, state: Any) -> None:
-    step.turn = getattr(step, "turn", 0) + 1  # type: ignore[assignment]
-    state.valid[:, : step.turn % 8 + 1] & True  # type: ignore[operator]
-
-
-FAULTS: dict[str, tuple[str, Callable[[Step, Any], object]]] = {
-    "item": ("H001", lambda step, state: state.count.sum().item()),
-    "slice write": (
-        "H060",
-        lambda step, state: state.prefill.prefix_tokens[:, :1].copy_(state.root[:, None]),
-    ),
-    "float to long": ("H031", lambda step, state: (state.uniforms * 0 + 3e9).long()),
-    "inverse": ("H040", lambda step, state: torch.linalg.inv(state.uniforms[0, :1, :1])),
-    "host random": ("H070", lambda step, state: state.uniforms * float(torch.rand(1))),
-}
-
-
-def rebound(step: Step, state: Any) -> None:
-    state.root = state.root + 0
-
-
-def listed(step: Step, state: Any) -> None:
-    step.seen = [*getattr(step, "seen", []), state.root]  # type: ignore[assignment]
-    torch.stack(step.seen)  # type: ignore[arg-type]
-
-
-KEPT: dict[str, tuple[str, Callable[[Step, Any], object]]] = {
-    "counter as a slice": ("H068", varying),
-    "tensor that grows": ("H068", growing),
-    "list that grows": ("H068", listed),
-    "Python's random numbers": ("H068", lambda step, state: state.uniforms * random.random()),
-    "state bound anew": ("H069", rebound),
-}
-
-
-@pytest.mark.parametrize("name", mostly_slow(KEPT, next(iter(KEPT))))
-def test_what_a_capture_would_keep_is_named_with_its_line(
-    model: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rule, fault = KEPT[name]
-    monkeypatch.setattr(Step, "inputs", planted(fault))
-    (card,), _ = lint_model(str(model), ["ar"])
-    assert (rule, __file__) in {(f.rule.id, f.file) for f in card.findings.errors}
-
-
-@pytest.mark.parametrize("name", mostly_slow(FAULTS, "float to long", "item"))
-def test_planted_fault_is_named(model: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    rule, fault = FAULTS[name]
-    monkeypatch.setattr(Step, "inputs", planted(fault))
-    with emulated(model, "hpu_graph") as (pipeline, card):
-        with suppress(CaptureError):  # a fallback in a capture ends it, as on a card
-            pipeline("a red apple", method="ar")
-        assert rule in rules(card)
-
-
-@pytest.mark.parametrize(
-    ("rule", "fault"), mostly_slow([("H013", growing), ("H014", varying)], ("H014", varying))
-)
-def test_planted_change_from_step_to_step_is_named(
-    model: Path, rule: str, fault: Callable[[Step, Any], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Such code cannot vary inside a graph; run operator by operator in lazy mode it recompiles."""
-    monkeypatch.setattr(Step, "inputs", planted(fault))
-    monkeypatch.setattr("lantern_hpu.graphs.hpu.HPUGraphRunner.__call__", run_and_mark)
-    with emulated(model, "hpu_graph") as (pipeline, card):
-        warmed_up()
-        pipeline("a red apple", method="ar")
-        assert {rule, "H020"} <= rules(card)
-
-
-def run_and_mark(runner: Any) -> Tensor:
-    result: Tensor = runner.run()
-    runner.device.transfers.flush()
-    return result
-
-
 # The runner
 
 
@@ -344,11 +247,6 @@ def test_the_fallback_softmax_is_of_float32(monkeypatch: pytest.MonkeyPatch) -> 
     assert seen == [torch.float32] and got.dtype == torch.bfloat16
 
 
-def test_unknown_kernels_are_refused(model: Path) -> None:
-    with pytest.raises(OptionError, match="kernels is 'magic'"):
-        LanternPipeline.from_pretrained(str(model), device="cpu", kernels="magic")
-
-
 # The front door
 
 
@@ -385,16 +283,6 @@ def test_without_a_card_the_reasons_and_the_ways_out_are_named(
         assert part in said
     assert main([*drawn, "--device", "cpu", "--emulate"]) == 2
     assert "cpu cannot be emulated" in capsys.readouterr().err
-
-
-def test_graph_mode_against_the_lazy_flag_is_a_named_conflict(
-    monkeypatch: pytest.MonkeyPatch, model: Path
-) -> None:
-    for graphs, flag in (("hpu_graph", "0"), ("compile", "1")):
-        monkeypatch.setenv("PT_HPU_LAZY_MODE", flag)
-        with emulate(), pytest.raises(DeviceError, match=f"'{graphs}' needs PT_HPU_LAZY_MODE"):
-            LanternPipeline.from_pretrained(str(model), device="hpu", graphs=graphs)
-        assert not hasattr(torch, "hpu")
 
 
 def test_reports_do_not_name_the_users_home(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

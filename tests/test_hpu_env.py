@@ -493,13 +493,6 @@ def asked_to_draw(capsys: Printed, output: Path, *options: str) -> str:
     return errors[0]
 
 
-def test_reports_do_not_name_the_users_home(tmp_path: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert env.without_home(f"{tmp_path}/recipes,false,1024") == "~/recipes,false,1024"
-    for value in ("1", "", "/elsewhere", f"{tmp_path}-2/recipes"):
-        assert env.without_home(value) == value
-
-
 @pytest.mark.parametrize(
     ("message", "what"),
     [

@@ -21,14 +21,13 @@ from lantern_hpu.backends.cpu.backend import CPUBackend
 from lantern_hpu.backends.cpu.native import NativeDecoder, NativeLinear, open_library
 from lantern_hpu.backends.cpu.native.sampling import (
     native_distinct,
-    native_kernels,
     native_sample,
     native_walk,
 )
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.errors import DeviceError
 from lantern_hpu.models.config import TransformerConfig
-from lantern_hpu.models.transformer import Block, RMSNorm, Target
+from lantern_hpu.models.transformer import Block, Target
 from lantern_hpu.ops.kernels import PLAIN
 from lantern_hpu.ops.kv_cache import KVCache, LayerCache
 from lantern_hpu.ops.sampling import sample_distinct_in_order, sample_in_order
@@ -319,29 +318,12 @@ def test_native_kernels_draw_the_tokens_of_the_plain_ones(model: Path, method: s
     assert [x.tolist() for x in drawn[0]] == [x.tolist() for x in drawn[1]]
 
 
-def test_reports_name_the_native_kernels() -> None:
-    names = native_kernels().names()
-    assert (names["walk"], names["sample"], names["rms_norm"]) == (
-        "native_walk",
-        "native_sample",
-        "plain",
-    )
-
-
 def test_sizes_that_it_lacks_are_refused() -> None:
     target = make_target({"dim": 72, "heads": 3, "ffn_dim": 96})  # heads of 24
     decoder = NativeDecoder(list(target.layers), target.norm)
     arguments = step_arguments(target.config, 1, 1, torch.float32)
     with pytest.raises(RuntimeError, match="lacks"):
         decoder(**arguments, cache=make_cache(target.config, 1, torch.float32))
-
-
-def test_a_norm_is_needed_behind_the_last_layer_alone() -> None:
-    target = make_target({})
-    arguments = step_arguments(target.config, 1, 2, torch.float32)
-    bare = NativeDecoder(list(target.layers), None)
-    x = bare(**arguments, cache=make_cache(target.config, 1, torch.float32))
-    assert x.shape == (1, 2, 128) and isinstance(target.norm, RMSNorm)
 
 
 @pytest.mark.parametrize("broken", ["absent", "damaged", "foreign", "another version"])
