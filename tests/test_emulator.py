@@ -139,15 +139,6 @@ def test_batch_norm_takes_bfloat16_weights_with_float_statistics(
     assert all(t.grad is not None and t.grad.dtype == torch.bfloat16 for t in on)
 
 
-def test_tensors_of_a_list_are_resized_by_an_operator_without_a_result(card: Device) -> None:
-    x = torch.tensor([[0.0, 1.0], [2.0, 5.0]])
-    made, want = ([torch.empty(0, device=d) for _ in "ab"] for d in ("hpu", "cpu"))
-    torch.ops.aten._histogramdd_bin_edges.out(x.to("hpu"), [2, 4], out=made)
-    torch.ops.aten._histogramdd_bin_edges.out(x, [2, 4], out=want)
-    assert [m.cpu().tolist() for m in made] == [w.tolist() for w in want]
-    assert [tuple(m.shape) for m in made] == [(3,), (5,)]
-
-
 def test_an_emulator_that_is_never_left_ends_with_the_interpreter_in_silence() -> None:
     code = (
         "from gaudi_emulator import emulate\n"
@@ -304,37 +295,6 @@ def test_operator_table_agrees_with_what_falls_back(release: Release) -> None:
             assert not op_of(getattr(found, overload or "default"), release).native, name
     for func in (torch.ops.aten.mm.default, torch.ops.aten.index_copy_.default):
         assert op_of(func, release).native
-
-
-def native(names: str, release: Release) -> dict[str, bool]:
-    return {
-        name: op_of(getattr(torch.ops.aten, name).default, release).native for name in names.split()
-    }
-
-
-def test_structured_operator_is_native_only_if_a_form_of_it_is_listed(release: Release) -> None:
-    """scripts/hpu_op.yaml"""
-    missing = (
-        "linalg_inv_ex _linalg_svd _linalg_eigh _linalg_solve_ex _linalg_det i0 gcd special_zeta"
-    )
-    listed = "lgamma hardswish_ silu_backward _upsample_nearest_exact1d_backward"
-    assert not any(native(missing, release).values())
-    assert all(native(listed, release).values())
-
-
-def test_named_fallback_checks(card: Device) -> None:
-    """hpu_ops/*_gen.cpp, `fallback_check` in scripts/hpu_op.yaml"""
-    table, ids, wide = (
-        ones(4, 2),
-        torch.zeros(2, dtype=torch.int64, device="hpu"),
-        ones(1, 1, 1, 1, 2),
-    )
-    nn.functional.embedding(ids, table, scale_grad_by_freq=True)
-    nn.functional.binary_cross_entropy_with_logits(wide, wide)
-    wanted = {"embedding"}
-    if card.release.name == "1.19":
-        wanted |= {"binary_cross_entropy_with_logits"}
-    assert set(card.counts.fallbacks) == wanted
 
 
 @pytest.mark.parametrize(

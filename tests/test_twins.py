@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -141,20 +140,6 @@ def test_rope_table(head_dim: int) -> None:
     last = 10000.0 ** (-(half - 2 if half % 2 == 0 else half - 1) / half)
     assert angles[half // 2 - 1] == pytest.approx(2 * last)
     assert angles[-1] == pytest.approx(4 * last)
-
-
-def test_odd_numbers_of_frequencies() -> None:
-    table = twins.rope_2d(100, 0, (2, 2), 4)  # 25 for the row, 25 for the column
-    assert (table[1, :25] == (1, 0)).all() and (table[1, 25:] != (1, 0)).any(1).all()
-    assert (table[2, 25:] == (1, 0)).all() and (table[2, :25] != (1, 0)).any(1).all()
-
-
-def test_rotation_of_unit_vectors() -> None:
-    table = np.zeros((1, 2, 2))
-    table[0, 0], table[0, 1] = (0, 1), (1, 0)  # a quarter turn of the first pair
-    x = np.array([[[1.0, 2.0, 3.0, 4.0]]])
-    assert twins.rotate(x, table, "interleaved").ravel().tolist() == [-2, 1, 3, 4]
-    assert twins.rotate(x, table, "half").ravel().tolist() == [-3, 2, 1, 4]
 
 
 def test_masks() -> None:
@@ -311,25 +296,6 @@ def test_anole_image_equals_the_package_without_attention() -> None:
 
 # ---------------------------------------------------------------------------------------------------
 # The checkpoints themselves
-
-
-def test_real_sizes() -> None:
-    count = {n: math.prod(s) for n, s in chameleon.taming_shapes().items()}
-    assert sum(count.values()) == 68_718_467
-    assert sum(c for n, c in count.items() if n.startswith("decoder.")) == 39_294_851
-
-
-def test_layouts(folder: Path) -> None:
-    assert sorted(path.name for path in folder.iterdir()) == sorted(NAMES)
-    table = np.load(folder / "llamagen-t2i-256" / "vq_distances" / "top_63_indices.npy")
-    assert table.shape == (64, 63) and table.dtype == np.uint16
-    assert all(row not in neighbours for row, neighbours in enumerate(table))
-    index = json.loads((folder / "anole-hub" / "model.safetensors.index.json").read_text())
-    names = index["weight_map"]
-    assert "model.vqmodel.decoder.up.4.upsample.conv.weight" in names
-    vocabulary = chameleon.vocabulary()
-    assert len(vocabulary) == len(set(vocabulary.values())) == max(vocabulary.values()) + 1
-    assert vocabulary["IMGIMGIBHBZ"] == 4 + 8171 and vocabulary["!"] == 16384
 
 
 def test_drafters_embed_with_the_targets_head(folder: Path) -> None:
