@@ -100,7 +100,7 @@ def test_odd_input_is_one_clear_error(
         ("generate --ouput x.png", "unknown option --ouput\n  try: --output\n"),
         ("generate --steps 20", "try: --window or --tree; the number of steps follows from them\n"),
         ("generate --guidance-scale=3", "try: --cfg-scale\n"),
-        ("bench --method ar", "try: --method\n"),
+        ("bench --methods ar", "try: --method\n"),
         ("fidelity --images 8", "try: --num-images\n"),
         ("serve builtin", "unknown option builtin\n  try: --model builtin\n"),
         ("lint mine.py", "try: --script mine.py\n"),

@@ -49,7 +49,7 @@ class BenchRequest:
     images: int = option(
         8,
         f"least number of timed images per row; {LARGE['images']} of a large model on a CPU",
-        name="--num-images",
+        name="num_images",
         low=1,
         high=MAX_IMAGES,
     )

@@ -44,7 +44,7 @@ class TuneOptions:
     images: int = option(
         8,
         f"least number of images per tree; large on a processor {LARGE['images']}",
-        name="--num-images",
+        name="num_images",
         low=1,
     )
     seed: int = option(0, "of the first image")

@@ -23,7 +23,7 @@ class FidelityOptions:
     """How much is measured."""
 
     images: int = option(
-        64, "positions to measure, one per image", name="--num-images", low=1, high=MAX_IMAGES
+        64, "positions to measure, one per image", name="num_images", low=1, high=MAX_IMAGES
     )
     draws: int = option(
         256, "samples per position to estimate rejected drafts of a static tree", low=1
@@ -63,7 +63,7 @@ class PaintedOptions:
     """Pictures of the embedded model's protocol; a Frechet distance of 64 features needs more than 64."""
 
     images: int = option(
-        400, "captions that are drawn once each", name="--num-images", low=65, high=MAX_IMAGES
+        400, "captions that are drawn once each", name="num_images", low=65, high=MAX_IMAGES
     )
     panels: int = option(
         25, "captions with four images each, to compare by eye", low=2, high=MAX_IMAGES
@@ -94,7 +94,7 @@ class EvaluateRequest:
     given: Given = field(default_factory=Given)
     device: DeviceOptions = field(default_factory=DeviceOptions)
     folders: Mapping[str, Path] = field(default_factory=dict)
-    images: int | None = option(None, "", name="--num-images")
+    images: int | None = option(None, "", name="num_images")
     model: str = option("builtin", "model name, Hub id, folder or weights file")
     workers: int | None = option(
         None,
