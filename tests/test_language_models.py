@@ -9,9 +9,7 @@ import json
 import shutil
 import sys
 import urllib.request
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,6 @@ from lantern_hpu.backends import get_backend
 from lantern_hpu.backends.base import Fit
 from lantern_hpu.commands import convert, generate
 from lantern_hpu.core import Request, Sampling
-from lantern_hpu.decode.common import sampling_params
 from lantern_hpu.errors import OptionError, WeightsError
 from lantern_hpu.methods.setting import Setting
 from lantern_hpu.models.config import DrafterConfig
@@ -37,11 +34,10 @@ from lantern_hpu.models.families.chameleon import CHAMELEON
 from lantern_hpu.models.files.checkpoint import shapes_only
 from lantern_hpu.models.files.load import make_condition, open_model
 from lantern_hpu.models.files.names import Given
-from lantern_hpu.models.model import ImageModel, Placement, of_size
+from lantern_hpu.models.model import Placement, of_size
 from lantern_hpu.models.text.tokens import TokenConditioner
 from lantern_hpu.models.transformer import Target, rope_table
 from lantern_hpu.ops.buffers import additive_mask, prefix_mask
-from lantern_hpu.ops.sampling import apply_guidance
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.train.drafter_training import like_the_target
 from lantern_hpu.train.unroll import Lesson, Unrolled
@@ -49,42 +45,35 @@ from lantern_hpu.zoo.find import find_parts
 from scripts.checkpoints.files import write_shards
 from scripts.serving import serving
 from tests.marks import mostly_slow
+from tests.published import (
+    ANOLE,
+    AUTHORS_EMU3,
+    EMU3,
+    HUB_JANUS,
+    JANUS,
+    LUMINA,
+    NEGATIVE,
+    PRAISE,
+    PROMPTS,
+    SIMPLEAR,
+    SWIN,
+    THEIRS,
+    a_row_a_head,
+    emu3,
+    emu3_ids,
+    guided_logits,
+    guided_rows,
+    lumina_ids,
+    lumina_state,
+    obeys,
+    opened,
+    pipeline_of,
+    simplear_rows,
+    with_settings,
+)
 
-JANUS, HUB_JANUS, LUMINA = "janus-pro", "janus-pro-hub", "lumina-mgpt"
-ANOLE, SWIN = "anole", "a Chameleon with norms behind its parts"
-EMU3, AUTHORS_EMU3 = "emu3", "emu3-authors"
 MODELS = (JANUS, HUB_JANUS, LUMINA, EMU3, AUTHORS_EMU3)
 SIDES = dict(zip(MODELS, (128, 128, 512, 64, 64), strict=True))  # pixels
-PROMPTS = ("a red apple on the tree", "dog", "the photo of a green house and a blue sky, " * 3)
-
-
-def opened(folder: Path) -> ImageModel:
-    return open_model(find_parts(str(folder))).load(Placement())
-
-
-def pipeline_of(folder: Path, **how: Any) -> LanternPipeline:
-    return LanternPipeline.from_pretrained(str(folder), device="cpu", dtype="float32", **how)
-
-
-def guided_logits(
-    model: ImageModel, prompts: Sequence[str], tokens: Tensor, scale: float
-) -> Tensor:
-    """Of every token of these pictures [B, N], in one pass without a cache: [B, N, V]."""
-    prefix = model.condition.rows(prompts, True)
-    rows = torch.cat([tokens, tokens])  # [R, N]
-    x = torch.cat([prefix.embeddings, model.target.embed(rows[:, :-1])], 1)
-    length = x.shape[1]
-    valid = torch.cat([prefix.valid, torch.ones_like(rows[:, :-1], dtype=torch.bool)], 1)
-    mask = prefix_mask(valid, torch.ones(length, length, dtype=torch.bool).tril())
-    pads = (~prefix.valid).sum(1, keepdim=True)
-    places = (torch.arange(length) - pads).clamp(min=0)
-    rope = rope_table(model.target.config, length)[places]
-    words = model.target.words(torch.cat([prefix.tokens, rows[:, :-1]], 1))
-    hidden = model.target(x, rope, additive_mask(mask, x.dtype), words=words)
-    logits = model.target.head(hidden[:, model.target.config.prefix - 1 :])
-    return apply_guidance(
-        logits, sampling_params([Sampling(scale)] * len(tokens), logits.shape[-1]), True
-    )
 
 
 def greedy(folder: Path, prompts: Sequence[str], scale: float, **how: Any) -> Tensor:
@@ -187,26 +176,6 @@ def test_janus_decodes_codes_as_transformers_does(public: Path) -> None:
     )
 
 
-@pytest.mark.slow
-def test_both_layouts_of_janus_hold_the_same_model(tmp_path: Path) -> None:
-    """The authors' file and transformers' of one seed load into equal tensors."""
-    from torch import Generator
-
-    from scripts.checkpoints import language_models as small
-
-    for name, writer in ((JANUS, small.write_janus), (HUB_JANUS, small.write_hub_janus)):
-        writer(tmp_path / name, Generator().manual_seed(3))
-    one, other = (opened(tmp_path / name) for name in (JANUS, HUB_JANUS))
-    assert one.fingerprint == other.fingerprint
-    assert one.config == other.config and one.sampling == other.sampling == Sampling(
-        5.0, 1.0, 0, 1.0
-    )
-    for part in ("target", "vq"):
-        mine, theirs = getattr(one, part).state_dict(), getattr(other, part).state_dict()
-        assert mine.keys() == theirs.keys()
-        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
-
-
 @pytest.mark.parametrize("version", [4, 5])
 def test_janus_4o_loads_as_its_authors_class_is_saved(
     public: Path, tmp_path: Path, version: int
@@ -235,85 +204,11 @@ def test_janus_4o_loads_as_its_authors_class_is_saved(
 # ------------------------------------------------------------------------------------ Lumina-mGPT
 
 
-def a_row_a_head(state: dict[str, Tensor], heads: int = 2) -> dict[str, Tensor]:
-    """Query and key norms as transformers has them; Lumina-mGPT's authors save one row for all heads."""
-    return {n: t.repeat(heads, 1) if t.shape[:1] == (1,) else t for n, t in state.items()}
-
-
-def lumina_state(folder: Path) -> dict[str, Tensor]:
-    files = sorted(folder.glob("model*.safetensors"))
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
-
-
-def lumina(folder: Path) -> Any:
-    from transformers import ChameleonConfig, ChameleonForConditionalGeneration
-
-    model: Any = ChameleonForConditionalGeneration(ChameleonConfig.from_pretrained(folder))
-    state = lumina_state(folder)
-    assert state["model.layers.0.self_attn.q_norm.weight"].shape == (1, 16)
-    model.load_state_dict(a_row_a_head(state))
-    return model.float().eval()
-
-
 def lumina_saved_again(public: Path, goal: Path) -> Path:
     """By transformers, which writes a row of each norm a head; only a name tells it from Anole."""
     shutil.copytree(public / LUMINA, goal, ignore=shutil.ignore_patterns("model*", "drafter"))
     save_file(a_row_a_head(lumina_state(public / LUMINA)), goal / "model.safetensors")
     return goal
-
-
-def lumina_ids(folder: Path, prompt: str) -> tuple[list[int], list[int]]:
-    """The conditional and the unconditional row, by the ids and words of the authors' description."""
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
-    text = f"Generate an image of 512x512 according to the following prompt:\n{prompt}"
-    image = [8197, 8804 + 16, 8804 + 16]
-    return [0, *tokenizer(text, add_special_tokens=False)["input_ids"], 8710, *image], image
-
-
-@torch.no_grad()
-def guided_rows(
-    run: Any, head: Any, rows: tuple[list[int], list[int]], image: list[int], scale: float
-) -> Tensor:
-    """Guided logits of an image's tokens [N, all tokens], from one pass over each row without any pads."""
-    found = []
-    for row in rows:
-        hidden = run(input_ids=torch.tensor([row + image[:-1]])).last_hidden_state
-        found.append(head(hidden[0, len(row) - 1 :]))
-    return found[1] + scale * (found[0] - found[1])
-
-
-def obeys(logits: Tensor, columns: int, end: int | None, codes: slice) -> Tensor:
-    """Greedy tokens [N] under the grammar, by hand: the row's end where it must stand, the best code elsewhere."""
-    best = logits[:, codes].argmax(-1) + codes.start
-    if end is None:
-        return best
-    at_end = torch.arange(1, len(logits) + 1) % (columns + 1) == 0
-    return torch.where(at_end, end, best)
-
-
-def test_lumina_frames_a_prompt_token_for_token(public: Path) -> None:
-    condition = opened(public / LUMINA).condition
-    assert isinstance(condition, TokenConditioner)
-    for prompt in (*PROMPTS, ""):
-        ids, without = lumina_ids(public / LUMINA, prompt)
-        assert condition.frame.ids(prompt) == ids and condition.frame.without(ids) == without
-
-
-@pytest.mark.slow
-@torch.no_grad()
-def test_lumina_has_the_logits_of_transformers(public: Path) -> None:
-    model = lumina(public / LUMINA)
-    tokens = torch.randint(8192, (2, 99), generator=torch.Generator().manual_seed(5))
-    tokens[:, 32::33] = 8192
-    mine = guided_logits(opened(public / LUMINA), PROMPTS[:2], tokens, 3.0)
-    for prompt, row, logits in zip(PROMPTS, tokens, mine, strict=False):
-        image = torch.where(row == 8192, 8803, row + 4).tolist()
-        rows = lumina_ids(public / LUMINA, prompt)
-        want = guided_rows(model.model, model.lm_head, rows, image, 3.0)
-        allowed = torch.cat([want[:, 4:8196], want[:, 8803:8804]], 1)
-        torch.testing.assert_close(logits, allowed, rtol=1e-4, atol=1e-4)
 
 
 def test_norms_of_one_row_are_those_of_a_row_a_head(public: Path, tmp_path: Path) -> None:
@@ -443,30 +338,6 @@ def test_drafters_of_other_targets_are_refused(
 # ------------------------------------------------------------------------------------ Emu3-Gen
 
 
-def emu3(folder: Path) -> tuple[Any, Any]:
-    """transformers' model and tokenizer."""
-    from transformers import Emu3ForConditionalGeneration, PreTrainedTokenizerFast
-
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
-    model: Any = Emu3ForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
-    return model, tokenizer
-
-
-def emu3_ids(tokenizer: Any, text: str, grid: str = "8*8") -> Tensor:
-    """As the authors' processor writes a prompt that is to be drawn: [1, T]."""
-    start, image = "<|extra_203|>", f"<|image start|>{grid}<|image token|>"
-    found = tokenizer(start + text + image, return_tensors="pt", add_special_tokens=False)
-    ids: Tensor = found["input_ids"]
-    return ids
-
-
-PRAISE = " masterpiece, film grained, best quality."
-NEGATIVE = (
-    "lowres, bad anatomy, bad hands, text, error, missing fingers, extra digit, fewer digits, cropped, worst quality, "
-    "low quality, normal quality, jpeg artifacts, signature, watermark, username, blurry."
-)
-
-
 def allowed_by_emu3(start: int) -> Any:
     """The authors' rule of what may come next: rows of eight codes, each closed by 151846."""
     codes = list(range(151854, 184622))
@@ -475,18 +346,6 @@ def allowed_by_emu3(start: int) -> Any:
         return [151846] if (len(ids) - start + 1) % 9 == 0 else codes
 
     return allowed
-
-
-def test_emu3_frames_a_prompt_token_for_token(public: Path) -> None:
-    condition = opened(public / EMU3).condition
-    assert isinstance(condition, TokenConditioner)
-    _, tokenizer = emu3(public / EMU3)
-    bare = emu3_ids(tokenizer, NEGATIVE)[0].tolist()
-    for prompt in (*PROMPTS, ""):
-        ids = condition.frame.ids(prompt)
-        assert ids == emu3_ids(tokenizer, prompt + PRAISE)[0].tolist()
-        assert condition.frame.without(ids) == bare
-    assert condition.frame.without(ids, "red") == emu3_ids(tokenizer, "red")[0].tolist()
 
 
 @pytest.mark.slow
@@ -508,21 +367,6 @@ def test_emu3_draws_what_transformers_draws(public: Path) -> None:
         found = model.generate(ids, max_new_tokens=72, do_sample=False, logits_processor=processors)
         want = found[0, ids.shape[1] :]
         assert torch.equal(torch.where(tokens == 32768, 151846, tokens + 151854), want)
-
-
-@torch.no_grad()
-def test_emu3_has_the_logits_of_transformers(public: Path) -> None:
-    model, tokenizer = emu3(public / EMU3)
-    tokens = torch.randint(32768, (3, 72), generator=torch.Generator().manual_seed(5))
-    tokens[:, 8::9] = 32768
-    mine = guided_logits(opened(public / EMU3), PROMPTS, tokens, 3.0)
-    for prompt, row, logits in zip(PROMPTS, tokens, mine, strict=True):
-        image = torch.where(row == 32768, 151846, row + 151854).tolist()
-        given, bare = (emu3_ids(tokenizer, t)[0].tolist() for t in (prompt + PRAISE, NEGATIVE))
-        rows = given, bare
-        want = guided_rows(model.model.text_model, model.lm_head, rows, image, 3.0)
-        allowed = torch.cat([want[:, 151854:], want[:, 151846:151847]], 1)
-        torch.testing.assert_close(logits, allowed, rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()
@@ -580,82 +424,7 @@ def test_emu3s_own_tokenizer_is_read_by_the_names_of_its_class(public: Path) -> 
     )
 
 
-@pytest.mark.slow
-def test_both_layouts_of_emu3_hold_the_same_model(tmp_path: Path) -> None:
-    from torch import Generator
-
-    from scripts.checkpoints import language_models as small
-
-    for name, writer in ((EMU3, small.write_emu3), (AUTHORS_EMU3, small.write_authors_emu3)):
-        writer(tmp_path / name, Generator().manual_seed(3))
-    one, other = (opened(tmp_path / name) for name in (EMU3, AUTHORS_EMU3))
-    assert one.fingerprint == other.fingerprint and one.config == other.config
-    for part in ("target", "vq"):
-        mine, theirs = getattr(one, part).state_dict(), getattr(other, part).state_dict()
-        assert mine.keys() == theirs.keys()
-        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
-
-
 # ------------------------------------------------------------------------------------ all of them
-
-
-@dataclass(frozen=True)
-class Theirs:
-    """transformers' network, the rows of a prompt by the published tokenizer, and its authors' numbers of tokens."""
-
-    run: Any
-    head: Any
-    rows: Callable[[str], tuple[list[int], list[int]]]
-    codes: slice
-    end: int | None = None  # what closes a row
-
-    def numbered(self, tokens: Tensor) -> Tensor:
-        """Ours as the authors number them."""
-        known = self.codes.stop - self.codes.start
-        end = -1 if self.end is None else self.end
-        return torch.where(tokens == known, end, tokens + self.codes.start)
-
-
-def their_anole(folder: Path) -> Theirs:
-    from transformers import ChameleonForConditionalGeneration, PreTrainedTokenizerFast
-
-    model: Any = ChameleonForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
-
-    def rows(prompt: str) -> tuple[list[int], list[int]]:
-        words = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        return [0, *words, 8710, 8197], [0, 8197]
-
-    return Theirs(model.model.eval(), model.lm_head, rows, slice(4, 8196))
-
-
-def their_lumina(folder: Path) -> Theirs:
-    model = lumina(folder)
-    rows = partial(lumina_ids, folder)
-    return Theirs(model.model, model.lm_head, rows, slice(4, 8196), 8803)
-
-
-def their_emu3(folder: Path) -> Theirs:
-    model, tokenizer = emu3(folder)
-
-    def rows(prompt: str) -> tuple[list[int], list[int]]:
-        given, bare = (emu3_ids(tokenizer, t)[0].tolist() for t in (prompt + PRAISE, NEGATIVE))
-        return given, bare
-
-    return Theirs(model.model.text_model, model.lm_head, rows, slice(151854, 184622), 151846)
-
-
-THEIRS = {ANOLE: their_anole, SWIN: their_anole, LUMINA: their_lumina, EMU3: their_emu3}
-
-
-def with_settings(folder: Path, goal: Path, **settings: Any) -> Path:
-    """A checkpoint without a drafter, whose config.json says something else."""
-    drafter = shutil.ignore_patterns("drafter")
-    shutil.copytree(folder, goal, ignore=drafter, copy_function=lambda a, b: Path(b).symlink_to(a))
-    about = json.loads((folder / "config.json").read_text())
-    (goal / "config.json").unlink()
-    (goal / "config.json").write_text(json.dumps(about | settings))
-    return goal
 
 
 READERS = (
@@ -735,8 +504,67 @@ def test_names_of_control_tokens_and_image_codes_in_a_prompt_are_text(
     assert later.plain("a red apple") == "a red apple"
 
 
+FRAMED = [name for name in THEIRS if name != SWIN]
+
+
+@pytest.mark.parametrize("name", FRAMED)
+def test_a_prompt_is_framed_token_for_token(public: Path, name: str) -> None:
+    condition = opened(public / name).condition
+    assert isinstance(condition, TokenConditioner)
+    theirs = THEIRS[name](public / name)
+    for prompt in (*PROMPTS, "two lines\nof words", ""):
+        ids, without = theirs.rows(prompt)
+        assert condition.frame.ids(prompt) == ids and condition.frame.without(ids) == without
+    assert condition.takes_negative == (name in (EMU3, SIMPLEAR))
+
+
+def test_a_negative_prompt_takes_the_place_of_the_authors(public: Path) -> None:
+    frames = {name: opened(public / name).condition.frame for name in (EMU3, SIMPLEAR)}  # type: ignore[attr-defined]
+    tokenizer = emu3(public / EMU3)[1]
+    assert frames[EMU3].without([], "red") == emu3_ids(tokenizer, "red")[0].tolist()
+    assert frames[SIMPLEAR].without([], "dog") == simplear_rows(public / SIMPLEAR, "", "dog")[1]
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("name", mostly_slow(THEIRS, ANOLE, SWIN, EMU3))
+@pytest.mark.parametrize("name", mostly_slow(FRAMED, ANOLE, EMU3, SIMPLEAR))
+def test_logits_are_those_of_transformers(public: Path, name: str) -> None:
+    """Of a row of random codes, what closes it, and the next ones, for prompts of unequal lengths."""
+    model, theirs = opened(public / name), THEIRS[name](public / name)
+    config = model.target.config
+    shape = len(PROMPTS), config.columns + 8
+    tokens = torch.randint(config.codes, shape, generator=torch.Generator().manual_seed(5))
+    if config.row_ends:
+        tokens[:, config.columns - 1] = config.codes
+    for prompt, row in zip(PROMPTS, tokens, strict=True):
+        mine = guided_logits(model, [prompt], row[None], 4.0)[0]
+        image = theirs.numbered(row).tolist()
+        want = guided_rows(theirs.run, theirs.head, theirs.rows(prompt), image, 4.0)
+        allowed = want[:, theirs.codes]
+        if theirs.end is not None:
+            allowed = torch.cat([allowed, want[:, theirs.end, None]], 1)
+        assert allowed.std() > 0.1
+        torch.testing.assert_close(mine, allowed, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [(JANUS, HUB_JANUS), (EMU3, AUTHORS_EMU3)])
+def test_both_layouts_hold_the_same_model(tmp_path: Path, names: tuple[str, str]) -> None:
+    """The authors' file and transformers' of one seed load into equal tensors."""
+    from scripts.checkpoints.synthetic import WRITERS
+
+    for name in names:
+        WRITERS[name](tmp_path / name, torch.Generator().manual_seed(3))
+    one, other = (opened(tmp_path / name) for name in names)
+    assert one.fingerprint == other.fingerprint
+    assert one.config == other.config and one.sampling == other.sampling
+    for part in ("target", "vq"):
+        mine, theirs = getattr(one, part).state_dict(), getattr(other, part).state_dict()
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", mostly_slow([ANOLE, SWIN, LUMINA, EMU3], ANOLE, SWIN, EMU3))
 def test_greedy_pictures_are_those_of_transformers(
     public: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

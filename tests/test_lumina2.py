@@ -17,18 +17,14 @@ from lantern_hpu.commands import convert
 from lantern_hpu.core import Request, Sampling
 from lantern_hpu.models.emu3_vq import count_decoder
 from lantern_hpu.models.files.checkpoint import open_checkpoint
-from lantern_hpu.models.files.load import open_model
 from lantern_hpu.models.files.names import Given
-from lantern_hpu.models.model import ImageModel, Placement
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.zoo.find import find_parts
 from tests.marks import mostly_slow
-from tests.test_language_models import (
+from tests.published import (
     PROMPTS,
-    a_row_a_head,
-    guided_logits,
     guided_rows,
-    lumina_state,
+    lumina2,
+    lumina2_rows,
     obeys,
     opened,
 )
@@ -36,34 +32,6 @@ from tests.test_language_models import (
 NAME, SCALE, SIDE = "lumina-mgpt-2.0", 4.0, 64
 FIRST, CODES, END = 155000, 16384, 151670
 SMALL = ("--image-size", str(SIDE))  # 8 x 8 codes, so that a test draws a picture in a second
-
-
-def small(folder: Path) -> ImageModel:
-    return open_model(find_parts(str(folder), Given(image_size=SIDE))).load(Placement())
-
-
-def rows_of(folder: Path, prompt: str, height: int, width: int) -> tuple[list[int], list[int]]:
-    """The conditional and the unconditional row, by the ids and words of the authors' description."""
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
-    text = f"Generate an image of {width}x{height} according to the following prompt:\n{prompt}<reserved08706>"
-    names = [f"<reserved{8800 + side // 32:05d}>" for side in (height, width)]
-    image = [151665, *(tokenizer.get_vocab()[name] for name in names)]
-    return [151643, *tokenizer(text, add_special_tokens=False)["input_ids"], *image], image
-
-
-def chameleon(folder: Path) -> Any:
-    """transformers' network, of which the text is read alone; 2.0's names and its norms of one row."""
-    from transformers import ChameleonConfig, ChameleonForConditionalGeneration
-
-    config = ChameleonConfig.from_pretrained(folder, vocabulary_map={})
-    model: Any = ChameleonForConditionalGeneration(config)
-    state = lumina_state(folder)
-    assert state["model.layers.0.self_attn.q_norm.weight"].shape == (1, 8)
-    lacks, unknown = model.load_state_dict(a_row_a_head(state), strict=False)
-    assert not unknown and all(name.startswith("model.vqmodel.") for name in lacks)
-    return model.float().eval()
 
 
 def as_published(tokens: Tensor) -> Tensor:
@@ -76,7 +44,7 @@ def test_a_prompt_is_framed_token_for_token(public: Path) -> None:
         grid = model.config.target.of_grid((height // 8, width // 8))
         frame = model.condition.sized(grid).frame
         for prompt in (*PROMPTS, ""):
-            ids, without = rows_of(public / NAME, prompt, height, width)
+            ids, without = lumina2_rows(public / NAME, prompt, height, width)
             assert frame.ids(prompt) == ids and frame.without(ids) == without
     assert model.config.target.tokens == 9312
     assert model.condition.frame.ids("red")[-2:] == [151700 + 24] * 2
@@ -99,20 +67,6 @@ def test_a_prompt_begins_as_the_tokenizer_says(
 
 
 @torch.no_grad()
-def test_logits_are_those_of_transformers(public: Path) -> None:
-    tokens = torch.randint(CODES, (len(PROMPTS), 72), generator=torch.Generator().manual_seed(5))
-    tokens[:, 8::9] = CODES
-    model = chameleon(public / NAME)
-    mine = guided_logits(small(public / NAME), PROMPTS, tokens, SCALE)
-    for prompt, row, logits in zip(PROMPTS, tokens, mine, strict=True):
-        rows = rows_of(public / NAME, prompt, SIDE, SIDE)
-        want = guided_rows(model.model, model.lm_head, rows, as_published(row).tolist(), SCALE)
-        allowed = torch.cat([want[:, FIRST : FIRST + CODES], want[:, END : END + 1]], 1)
-        assert allowed.std() > 1
-        torch.testing.assert_close(logits, allowed, rtol=1e-4, atol=1e-4)
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("method", mostly_slow(["scd@4", "ar", "jacobi", "sjd-pac"], "scd@4"))
 def test_greedy_tokens_are_those_of_transformers(public: Path, method: str) -> None:
     """Prompts of unequal lengths in one batch; windows draw what `ar` draws, with nothing captured on the way."""
@@ -121,10 +75,10 @@ def test_greedy_tokens_are_those_of_transformers(public: Path, method: str) -> N
     )
     requests = [Request(p, i, Sampling(SCALE, 0.0)) for i, p in enumerate(PROMPTS)]
     result = pipe.draw(requests, pipe.resolve(method))
-    model, drawn = chameleon(public / NAME), torch.from_numpy(result.tokens)
+    model, drawn = lumina2(public / NAME), torch.from_numpy(result.tokens)
     assert drawn.shape == (3, 72) and len(drawn.unique()) > 8
     for prompt, tokens in zip(PROMPTS, drawn, strict=True):
-        rows, image = rows_of(public / NAME, prompt, SIDE, SIDE), as_published(tokens)
+        rows, image = lumina2_rows(public / NAME, prompt, SIDE, SIDE), as_published(tokens)
         logits = guided_rows(model.model, model.lm_head, rows, image.tolist(), SCALE)
         assert torch.equal(obeys(logits, 8, END, slice(FIRST, FIRST + CODES)), image)
 

@@ -20,41 +20,20 @@ from lantern_hpu.methods.setting import Setting
 from lantern_hpu.models.cosmos_vq import fsq_table
 from lantern_hpu.models.files.checkpoint import open_checkpoint
 from lantern_hpu.models.model import nearest_codes
-from lantern_hpu.models.text.tokens import TokenConditioner
 from tests.marks import mostly_slow
-from tests.test_language_models import (
+from tests.published import (
     PROMPTS,
     guided_logits,
     guided_rows,
     opened,
     pipeline_of,
+    simplear,
+    simplear_rows,
     with_settings,
 )
 
 NAME, FIRST, SCALE = "simplear", 151672, 6.0
 AR = Setting.of("ar")
-NEGATIVE = (
-    "An image of aerial view, overexposed, low quality, deformation, a poor composition, bad hands, bad teeth, "
-    "bad eyes, bad limbs, distortion"
-)
-
-
-def rows_of(folder: Path, prompt: str, negative: str = NEGATIVE) -> tuple[list[int], list[int]]:
-    """The conditional and the unconditional row, by the authors' templates."""
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
-    texts = (f"A highly realistic image of {prompt}", negative)
-    ids = [
-        tokenizer(f"<|t2i|>{text}<|soi|>", add_special_tokens=False)["input_ids"] for text in texts
-    ]
-    return ids[0], ids[1]
-
-
-def qwen(folder: Path) -> Any:
-    from transformers import Qwen2ForCausalLM
-
-    return Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def untied(public: Path, goal: Path) -> Path:
@@ -69,25 +48,13 @@ def untied(public: Path, goal: Path) -> Path:
     return goal
 
 
-def test_a_prompt_is_framed_token_for_token(public: Path) -> None:
-    condition = opened(public / NAME).condition
-    assert isinstance(condition, TokenConditioner)
-    for prompt in (*PROMPTS, ""):
-        ids, without = rows_of(public / NAME, prompt)
-        assert condition.frame.ids(prompt) == ids and condition.frame.without(ids) == without
-        assert ids[0] == 151665 and ids[-1] == 151667
-    assert condition.frame.without(ids, "dog") == rows_of(public / NAME, "", "dog")[1]
-    assert condition.takes_negative
-
-
 @torch.no_grad()
-@pytest.mark.parametrize("tied", [True, False])
-def test_logits_are_those_of_transformers(public: Path, tmp_path: Path, tied: bool) -> None:
-    folder = public / NAME if tied else untied(public, tmp_path / "untied")
-    model, tokens = qwen(folder), torch.randint(64000, (len(PROMPTS), 24))
+def test_a_head_of_its_own_has_the_logits_of_transformers(public: Path, tmp_path: Path) -> None:
+    folder = untied(public, tmp_path / "untied")
+    model, tokens = simplear(folder), torch.randint(64000, (len(PROMPTS), 24))
     mine = guided_logits(opened(folder), PROMPTS, tokens, SCALE)
     for prompt, row, logits in zip(PROMPTS, tokens, mine, strict=True):
-        rows, image = rows_of(folder, prompt), (row + FIRST).tolist()
+        rows, image = simplear_rows(folder, prompt), (row + FIRST).tolist()
         want = guided_rows(model.model, model.lm_head, rows, image, SCALE)[:, FIRST:]
         assert want.std() > 0.5
         torch.testing.assert_close(logits, want, rtol=1e-4, atol=1e-4)
@@ -105,7 +72,7 @@ def test_the_table_is_the_head_unless_config_json_says_that_it_is_not(
 @pytest.mark.parametrize("setting", mostly_slow([AR, Setting.of("scd", window=4)], AR))
 def test_greedy_tokens_are_those_of_transformers(public: Path, setting: Setting) -> None:
     """Prompts of unequal lengths in one batch."""
-    pipeline, model = pipeline_of(public / NAME), qwen(public / NAME)
+    pipeline, model = pipeline_of(public / NAME), simplear(public / NAME)
     requests = [Request(p, 0, Sampling(SCALE, 0.0)) for p in PROMPTS]
     tree = pipeline.resolve(setting).tree
     engine = pipeline.engines.make(pipeline.spec(requests, tree, 3), "strict")
@@ -114,7 +81,7 @@ def test_greedy_tokens_are_those_of_transformers(public: Path, setting: Setting)
     while min(known[:3]) < 12:
         known, number = engine.run_steps_and_read([0, 0, 0], number, 1), number + 1
     for prompt, row in zip(PROMPTS, torch.from_numpy(engine.read_tokens()[:3, :12]), strict=True):
-        rows, image = rows_of(public / NAME, prompt), (row + FIRST).tolist()
+        rows, image = simplear_rows(public / NAME, prompt), (row + FIRST).tolist()
         want = guided_rows(model.model, model.lm_head, rows, image, SCALE)[:, FIRST:]
         assert torch.equal(want.argmax(-1), row.long())
 
