@@ -94,7 +94,7 @@ def read_size(given: Mapping[str, Any], menu: ServedModel) -> tuple[int, int]:
     sizes = {f"{width}x{height}": (height, width) for height, width in menu.sizes}
     name = given.get("size", "auto")
     if name != "auto" and name not in sizes:
-        more = "; more where the server has --sizes" if menu.by_request else ""
+        more = f"; more where the server has {as_option(Arg('sizes'))}" if menu.by_request else ""
         raise refuse("size", name, " or ".join(["auto", *sizes]) + more)
     return menu.sizes[0] if name == "auto" else sizes[name]
 
@@ -144,29 +144,26 @@ def read_setting(given: Mapping[str, Any], setting: Resolved, menu: ServedModel)
 def check_graph(need: Spec, served: ServedMethod, given: Mapping[str, Any]) -> None:
     """Raise an ApiError where a request needs what the recorded step does not do."""
     has, method = served.spec, served.setting.method
-    with_greedy, with_top_k, with_top_p, with_gsd, with_tv, with_preset = (
-        f"where the server has {as_option(Arg('allow', name))}"
-        for name in ("greedy", "top_k", "top_p", "gsd", "tv", "PRESET")
-    )
-    most = has.neighbours - 1
-    no_k = f"no k with {method} on this server; some {with_preset}"
-    allowed = {
-        "guidance": ("cfg_scale", "1, this server draws without guidance"),
-        "use_greedy": ("temperature", f"0.01 to 10; 0 {with_greedy}"),
-        "max_top_k": ("top_k", f"0 (off) to {has.max_top_k}; more {with_top_k}"),
-        "use_top_p": ("top_p", f"1 (off); less {with_top_p}"),
-        "neighbours": (
-            "relax",
-            f"k of 0 to {most} with {method} on this server" if most > 0 else no_k,
-        ),
-        "annealed": ("relax", f"no omega: {method} is served without weights of depth"),
-        "ranks": ("relax", f"ranks up to {has.ranks}; more {with_gsd}"),
-        "blended": ("relax", f"tv of 0; more {with_tv}"),
-        "residual": ("relax", f"residual={has.residual}"),
-    }
-    if lacking := has.first_missing(need):
-        field, values = allowed[lacking]
-        raise refuse(field, given.get(field), values)
+    lacking = has.first_missing(need)
+    if not lacking:
+        return
+    no_k = (f"no k with {method} on this server; some", "PRESET")
+    some_k = (f"k of 0 to {has.neighbours - 1} with {method} on this server", "")
+    # By what is missing: the field, its values, and what the server would have to allow for more
+    field, values, option = {
+        "guidance": ("cfg_scale", "1, this server draws without guidance", ""),
+        "use_greedy": ("temperature", "0.01 to 10; 0", "greedy"),
+        "max_top_k": ("top_k", f"0 (off) to {has.max_top_k}; more", "top_k"),
+        "use_top_p": ("top_p", "1 (off); less", "top_p"),
+        "neighbours": ("relax", *(some_k if has.neighbours > 1 else no_k)),
+        "annealed": ("relax", f"no omega: {method} is served without weights of depth", ""),
+        "ranks": ("relax", f"ranks up to {has.ranks}; more", "gsd"),
+        "blended": ("relax", "tv of 0; more", "tv"),
+        "residual": ("relax", f"residual={has.residual}", ""),
+    }[lacking]
+    if option:
+        values += f" where the server has {as_option(Arg('allow', option))}"
+    raise refuse(field, given.get(field), values)
 
 
 def translated(error: LanternError) -> ApiError:

@@ -62,8 +62,7 @@ class DecodeThread:
         self.draining = False
         self.stopping = False
         self.failure: BaseException | None = None
-        for name, (about, value) in GAUGES.items():
-            self.metrics.watch(name, about, partial(value, self))
+        self.watch()
 
     # Called by other threads
 
@@ -159,6 +158,25 @@ class DecodeThread:
         pictures = places + self.running + self.unpainted - 3 * size  # before there is room
         seconds = max(seconds_until_room(places, left, each, size), pictures * self.tasks.pixels_s)
         return max(1, math.ceil(seconds))
+
+    def watch(self) -> None:
+        """What `/metrics` reads when it is asked."""
+        queue, slots, watch = self.queue, self.options.slots, self.metrics.watch
+        running = "Images in slots, and those whose pixels are not made yet"
+        watch("num_requests_running", running, lambda: self.running + self.unpainted)
+        watch("num_requests_waiting", "Images in the queue", lambda: queue.queued)
+        pictures = "Pictures whose pixels are to be made, partial ones included"
+        watch("num_pictures_waiting", pictures, lambda: len(self.tasks.pixels.tasks))
+        taken = "Slots taken, of those of a method's engine"
+        watch("slots_in_use_ratio", taken, lambda: self.running / slots)
+        captures = "Captures that should not be"
+        watch(
+            "recompiles_after_readiness",
+            captures,
+            lambda: sum(slots.recompiles for slots in self.all_slots),
+        )
+        memory, backend = "Most bytes of device memory in use so far", self.pipeline.backend
+        watch("device_memory_peak_bytes", memory, lambda: backend.memory().peak or 0)
 
     # In the thread
 
@@ -299,30 +317,3 @@ class DecodeThread:
         job.drawn = time.monotonic()
         self.image_s = average(self.image_s, job.drawn - job.admitted)
         self.tasks.pixels.put(partial(self.tasks.paint, job, record))
-
-
-def recompiles(decoder: DecodeThread) -> int:
-    return sum(slots.engine.report().recompiles_after_warmup for slots in decoder.all_slots)
-
-
-# What `/metrics` reads when it is asked
-GAUGES: dict[str, tuple[str, Callable[[DecodeThread], float]]] = {
-    "num_requests_running": (
-        "Images in slots, and those whose pixels are not made yet",
-        lambda decoder: max(0, len(decoder.queue.open_jobs) - decoder.queue.queued),
-    ),
-    "num_requests_waiting": ("Images in the queue", lambda decoder: decoder.queue.queued),
-    "num_pictures_waiting": (
-        "Pictures whose pixels are to be made, partial ones included",
-        lambda decoder: len(decoder.tasks.pixels.tasks),
-    ),
-    "slots_in_use_ratio": (
-        "Slots taken, of those of a method's engine",
-        lambda decoder: decoder.running / decoder.options.slots,
-    ),
-    "recompiles_after_readiness": ("Captures that should not be", recompiles),
-    "device_memory_peak_bytes": (
-        "Most bytes of device memory in use so far",
-        lambda decoder: decoder.pipeline.backend.memory().peak or 0,
-    ),
-}

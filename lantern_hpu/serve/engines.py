@@ -50,6 +50,10 @@ class EngineSlots:
     def room(self) -> int:
         return len(self.batch.free)
 
+    @property
+    def recompiles(self) -> int:
+        return self.engine.report().recompiles_after_warmup
+
     def admit(self, jobs: Sequence[Job]) -> None:
         """Begin jobs in free slots."""
         slots = self.batch.admit([job.request for job in jobs])
