@@ -37,28 +37,6 @@ RENAMED = {
     "image": "leave it out: pictures are not taken as input",
     "safety_checker": "leave it out: there is none",
 }
-# Attributes of a pipeline of diffusers that it has not here, and what to do instead
-_MEMORY = 'from_pretrained(..., keep_text="free", quantize="int8"), and a smaller batch_size='
-_PARTS = "pipe.components"
-ELSEWHERE = {
-    "scheduler": "method=, such as 'eagle' or 'scd@16': tokens are drawn, and no noise is removed",
-    "transformer": _PARTS,
-    "unet": _PARTS,
-    "vae": _PARTS,
-    "text_encoder": _PARTS,
-    "tokenizer": _PARTS,
-    "enable_model_cpu_offload": _MEMORY,
-    "enable_sequential_cpu_offload": _MEMORY,
-    "enable_attention_slicing": _MEMORY,
-    "enable_vae_slicing": "leave it out: pictures are decoded a few at a time",
-    "enable_vae_tiling": "leave it out: pictures are decoded a few at a time",
-    "enable_xformers_memory_efficient_attention": "leave it out: the device's own attention is used",
-    "compile": 'from_pretrained(..., graphs="compile")',
-    "load_lora_weights": "merge the adapter into the weights, and load those with from_pretrained(folder)",
-    "load_adapter": "merge the adapter into the weights, and load those with from_pretrained(folder)",
-    "load_textual_inversion": "words of the prompt",
-    "generate": 'pipe("a red apple")',
-}
 # Arguments of Python that have another name than elsewhere
 PYTHON_NAMES = {"cfg_scale": "guidance_scale", "num_images": "num_images_per_prompt"}
 
@@ -195,10 +173,6 @@ def naming(field: str) -> Iterator[None]:
 
 class OptionError(LanternError):
     """An option, prompt or setting is out of range or contradicts another one."""
-
-
-class NotHereError(OptionError, AttributeError):
-    """A pipeline has no such attribute."""
 
 
 class TreeError(LanternError):

@@ -23,9 +23,7 @@ from lantern_hpu.core import Event, Request, Sampling, size_of
 from lantern_hpu.decode.pixels import hidden_states
 from lantern_hpu.decode.spec import batch_size_for
 from lantern_hpu.errors import (
-    ELSEWHERE,
     Arg,
-    NotHereError,
     OptionError,
     choices,
     nearest_keyword,
@@ -152,8 +150,8 @@ class LanternPipeline(ImageGenerator):
         return pipeline
 
     def __getattr__(self, name: str) -> Any:
-        what = f"a LanternPipeline has no attribute {name!r}"
-        raise NotHereError(what, hint=ELSEWHERE.get(name, ""))
+        hint = "docs/guides/coming-from.md has what other libraries' names are here"
+        raise AttributeError(f"a LanternPipeline has no attribute {name!r}: {hint}")
 
     def __repr__(self) -> str:
         settings = f"device={self.backend.name}, dtype={dtype_name(self.fit.dtype)}"
