@@ -18,24 +18,15 @@ from lantern_hpu.console import replace_unshown
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Arguments of diffusers and of earlier versions, by what they are called here
+# Arguments of diffusers and transformers, by what they are called here
 RENAMED = {
     "cfg_scale": "guidance_scale",
-    "sampling": "temperature=, top_k=, top_p=, guidance_scale=",
-    "callback": "callback_on_step_end",
-    "commit": 'window="16:commit=4"',
-    "window_tree": 'window="16:2x1"',
     "num_inference_steps": "window= or tree=; the number of steps follows from them",
     "use_safetensors": "leave it out: safetensors are preferred, and pickles are read without running code",
     "trust_remote_code": "leave it out: no code of a checkpoint is run",
     "device_map": "device=",
     "variant": "dtype=",
     "scheduler": "method=, such as 'eagle' or 'scd@16'",
-    "latents": "seed= or generator=: the same one draws the same picture",
-    "eta": "leave it out: no noise is removed",
-    "strength": "leave it out: pictures are not taken as input",
-    "image": "leave it out: pictures are not taken as input",
-    "safety_checker": "leave it out: there is none",
 }
 # Arguments of Python that have another name than elsewhere
 PYTHON_NAMES = {"cfg_scale": "guidance_scale", "num_images": "num_images_per_prompt"}
