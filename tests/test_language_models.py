@@ -10,6 +10,7 @@ import shutil
 import sys
 import urllib.request
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -667,6 +668,7 @@ def test_a_drafter_learns_and_drafts(public: Path, name: str) -> None:
     assert bool(loss.isfinite()) and gradient is not None and bool(gradient.abs().sum() > 0)
     assert bool((overlap >= 0).all() and (overlap <= 1).all())
     model.drafter = drafter.requires_grad_(False).eval()
+    model.config = replace(model.config, drafter=DrafterConfig())
     pipeline = LanternPipeline(model, Fit(get_backend("cpu"), model.target.dtype))
     requests = [Request(p, 0, Sampling(3.0, 0.0)) for p in PROMPTS[:2]]
     drawn = [
