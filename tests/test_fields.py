@@ -134,7 +134,7 @@ CALLS = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "said"), CALLS, ids=str)
+@pytest.mark.parametrize(("arguments", "said"), CALLS)
 def test_a_call_refuses_what_python_alone_can_give(
     pipeline: LanternPipeline, arguments: dict[str, Any], said: str
 ) -> None:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from PIL import Image
 
 from lantern_hpu.commands import generate
@@ -17,7 +16,6 @@ from lantern_hpu.decode.engine import MAX_ENGINES, Engine
 from lantern_hpu.errors import OptionError
 from lantern_hpu.methods.relaxation import EXACT, PRESETS, Additive, Relaxation, read_relaxation
 from lantern_hpu.methods.setting import Resolved
-from lantern_hpu.models.vq import VQModel
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.tree import DraftTree, load_static
 from tests.folder import write_folder
@@ -109,14 +107,6 @@ def test_a_picture_may_be_wider_than_high(tmp_path: Path, method: str) -> None:
     assert generate.main([*words, "--prompt", "a cat", "--output", str(out)]) == 0
     width, height = Image.open(out).size
     assert width * 3 == height * 5
-
-
-def test_code_vectors_are_what_the_tokenizer_looks_up(model: Path) -> None:
-    own = LanternPipeline.from_pretrained(str(model), device="cpu").model
-    assert isinstance(own.vq, VQModel)
-    looked_up = own.vq.quantize.look_up(torch.arange(own.codes))
-    assert own.code_vectors.shape == (own.vocabulary, looked_up.shape[1])
-    torch.testing.assert_close(own.code_vectors[: own.codes], looked_up)
 
 
 @pytest.mark.parametrize("relaxation", [EXACT, *PRESETS.values()], ids=str)

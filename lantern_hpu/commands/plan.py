@@ -16,14 +16,14 @@ from dataclasses import replace
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
-from lantern_hpu.backends import BYTES, DeviceOptions
+from lantern_hpu.backends import BYTES, DeviceOptions, prepare
 from lantern_hpu.commands.options import Parser, add_fields, from_args
 from lantern_hpu.commands.serve import names
 from lantern_hpu.errors import OptionError, as_option, exit_code, require, shell, spelled
 from lantern_hpu.files import amount
 from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.models.files.names import Given
-from lantern_hpu.results.tables import WIDTH, aligned, figure
+from lantern_hpu.results.tables import WIDTH, Table, aligned, figure
 from lantern_hpu.serve.options import DEFAULT, ServeOptions
 from lantern_hpu.zoo.registry import entries
 
@@ -59,6 +59,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def print_plan(args: argparse.Namespace) -> None:
+    prepare(args.device.partition(":")[0])  # before torch is loaded
     from lantern_hpu.plan.requirements import find_device, find_model, setup_of
 
     given = from_args(Given, args)
@@ -76,7 +77,7 @@ def print_plan(args: argparse.Namespace) -> None:
         rows = [
             plan_row(name, args.device, args.memory, options) for name in ("builtin", *entries())
         ]
-        print(json.dumps(rows, indent=2) if args.json else plan_table(rows, args.device))
+        print(json.dumps(rows, indent=2) if args.json else plan_table(rows))
         return
     model = find_model(args.name, given)
     device = find_device(args.device, args.memory, model.config.target.parameters)
@@ -198,51 +199,56 @@ def plan_row(name: str, where: str, memory: str | None, options: dict[str, Any])
     """A known model on a device: its memory, and the least time of a step where the device's rates are known."""
     from lantern_hpu.bench.measure import Rates, StepPasses, floor
     from lantern_hpu.plan.requirements import accelerators, find_device, find_model, setup_of
-    from lantern_hpu.tree import DraftTree
+    from lantern_hpu.tree import DraftTree, Tree
 
     model = find_model(name, Given())
     device = find_device(where, memory, model.config.target.parameters)
     setup = setup_of(model, device, **options)
-    found = facts(model.config, setup, device)
-    result = {"model": name, **{key: found[key] for key in ("total", "memory", "fits")}}
-    result |= {"tree": setup.spec.tree.name, "ar_ms": None, "tree_ms": None, "measured": None}
     card = accelerators().get(where.partition(":")[0]) or accelerators().get(device.name)
-    if card is None:
-        return result
-    weight_bytes = 1 if setup.quantize else None
-    rates = Rates(card.bandwidth, card.rate, setup.bytes, weight_bytes)
-    for key, tree in (("ar_ms", DraftTree.root_only()), ("tree_ms", setup.spec.tree)):
-        least = floor(model.config, StepPasses.of(tree), setup.spec.rows, rates)
-        result[key] = 1000 * least.step
-    return result | {"card": card.title, "measured": card.measured.get(name)}
+
+    def least_ms(tree: Tree) -> float | None:
+        if card is None:
+            return None
+        rates = Rates(card.bandwidth, card.rate, setup.bytes, 1 if setup.quantize else None)
+        return 1000 * floor(model.config, StepPasses.of(tree), setup.spec.rows, rates).step
+
+    found = facts(model.config, setup, device)
+    return {
+        "model": name,
+        **{key: found[key] for key in ("total", "memory", "memory_from", "fits")},
+        "card": card and card.name,
+        "ar_ms": least_ms(DraftTree.root_only()),
+        "tree": setup.spec.tree.name,
+        "tree_ms": least_ms(setup.spec.tree),
+        "measured": card and card.measured.get(name),
+    }
 
 
-def plan_table(rows: Sequence[dict[str, Any]], where: str) -> str:
+def plan_table(rows: Sequence[dict[str, Any]]) -> str:
     """Of all models, and what its columns mean."""
-    fits = {True: "yes", False: "no", None: "?"}
-    cells = [("model", "memory", "fits", "ar, ms", "auto, ms", "auto drafts", "measured steps")]
-    for one in rows:
-        times = [figure(one[key]) or "-" for key in ("ar_ms", "tree_ms")]
-        tree = one["tree"].replace("root", "nothing")
-        need = amount(one["total"])
-        cells.append((one["model"], need, fits[one["fits"]], *times, tree, one["measured"] or "-"))
-    return "\n".join([aligned(cells), *about_table(rows[0], where)])
-
-
-def about_table(first: dict[str, Any], where: str) -> Iterator[str]:
     from lantern_hpu.plan.requirements import accelerators
 
-    memory = amount(first["memory"]) if first["memory"] else "unknown: --memory 24GB says it"
-    yield f"\nMemory of one run, of the device: {memory}."
-    card = next((one for one in accelerators().values() if one.title == first.get("card")), None)
+    columns = {
+        "model": lambda row: row["model"],
+        "memory": lambda row: amount(row["total"]),
+        "fits": lambda row: {True: "yes", False: "no", None: "?"}[row["fits"]],
+        "ar, ms": lambda row: figure(row["ar_ms"]) or "-",
+        "auto, ms": lambda row: figure(row["tree_ms"]) or "-",
+        "auto drafts": lambda row: row["tree"].replace("root", "nothing"),
+        "measured steps": lambda row: row["measured"] or "-",
+    }
+    found = Table.of(columns, rows)
+    first = rows[0]
+    has = amount(first["memory"]) if first["memory"] else "memory unknown: --memory 24GB"
+    about = f"Memory is what one run needs; the device has {has} ({first['memory_from']})."
+    card = accelerators().get(first["card"])
     if card is None:
-        known = ", ".join(accelerators())
-        yield f"Least times of a step are known of these: --device {known}."
-        return
-    rates = f"{card.bandwidth / 1e12:.3g} TB/s and {card.rate / 1e12:.3g} TFLOPS"
-    text = f"Least times of a step are lower bounds, not timings: {rates} of the {card.title} ({card.source})."
-    yield from wrap(text, WIDTH)
-    yield "Measured steps: benchmarks/results in the repository, read in docs/performance.md."
+        about += f" Least times of a step are known of --device {', '.join(accelerators())}."
+    else:
+        rates = f"{card.bandwidth / 1e12:.3g} TB/s and {card.rate / 1e12:.3g} TFLOPS"
+        about += f" Least times of a step are bounds, not timings, from {rates} ({card.source})."
+        about += " Measured steps: benchmarks/results, and docs/performance.md on them."
+    return "\n".join([aligned([found.head, *found.lines]), "", *wrap(about, WIDTH)])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

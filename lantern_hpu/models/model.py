@@ -237,14 +237,6 @@ class ImageModel:
         table = self.nearest(neighbours) if neighbours else None
         return table, self.target.embed(tokens) if ranks else None
 
-    @property
-    def code_vectors(self) -> Tensor:
-        """The codes as the tokenizer looks them up, on the target's device: [V, code_dim] float32."""
-        vectors = self.codebook.detach().float()
-        if self.vq is not None:
-            vectors = self.vq.quantize.project(vectors)
-        return self.of_vocabulary(vectors)
-
     def nearest(self, k: int) -> Tensor:
         """The k nearest other codes of each code, on the target's device: [V, k] int32."""
         if k not in self._near:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from lantern_hpu.backends import BACKENDS, BYTES, get_backend, prepare
-from lantern_hpu.backends.base import Backend
+from lantern_hpu.backends import BACKENDS, BYTES, get_backend
 from lantern_hpu.decode.memory import (
     DeviceMemory,
     Setup,
@@ -21,7 +20,7 @@ from lantern_hpu.methods.setting import AUTO, ResolveContext, Setting
 from lantern_hpu.methods.setting import resolve as resolve_setting
 from lantern_hpu.models.config import ModelConfig
 from lantern_hpu.models.files.load import open_model
-from lantern_hpu.models.files.names import CONFIG, Given, Parts, given_path, read_config, with_text
+from lantern_hpu.models.files.names import Given, given_path
 from lantern_hpu.zoo.find import find_parts, locate_model
 from lantern_hpu.zoo.registry import get
 
@@ -38,17 +37,10 @@ class Counted:
 def find_model(name: str, given: Given) -> Counted:
     """What there is to count of a known model, the embedded one, a folder or a weights file."""
     if name == "builtin" or os.path.exists(given_path(name)) or given != Given():
-        return Counted(planned_config(find_parts(name, given)))
+        return Counted(open_model(find_parts(name, given)).config)
     entry = get(name, "a folder or a weights file")
     guided = entry.sampling["cfg_scale"] != 1
     return Counted(entry.config, locate_model(entry).get("drafter") is not None, guided)
-
-
-def planned_config(parts: Parts) -> ModelConfig:
-    """Of local files; a folder of ours describes itself, for all else checkpoints are opened."""
-    if (parts.target / CONFIG).is_file() and parts.vq is None and parts.drafter is None:
-        return with_text(read_config(parts.target)[1], parts.text)
-    return open_model(parts).config
 
 
 # ------------------------------------------------------------------------------------ devices
@@ -93,38 +85,31 @@ def parse_memory(text: str) -> int:
 def find_device(device: str, memory: str | None, parameters: int) -> DeviceMemory:
     """A device or card by name, to run a model of so many parameters; `NAME:24GB` says how much memory it has."""
     name, _, amount = device.partition(":")
-    text = memory or amount
-    given = parse_memory(text) if text else None
-    card, where = accelerators().get(name), "as given"
-    if card is not None and card.memory and not given:
-        given, where = int(card.memory), card.title
+    text, where = memory or amount, "as given"
+    size = parse_memory(text) if text else None
+    card = accelerators().get(name)
     if card is not None:
         name = card.device
-    if name not in BACKENDS:
-        if given:
-            return DeviceMemory(given, where)
-        known = dict.fromkeys(["auto", *BACKENDS, *accelerators()])
-        if name not in known:
-            raise DeviceError(f"unknown device {name!r}", hint=choices(known, name))
-    prepare(name)
-    if given:
-        return described(BACKENDS[name].load(), given, where, parameters)
+        if card.memory and not size:
+            size, where = int(card.memory), card.title
+    if size and name not in BACKENDS:
+        return DeviceMemory(size, where)
+    known = dict.fromkeys(["auto", *BACKENDS, *accelerators()])
+    if name not in known:
+        raise DeviceError(f"unknown device {name!r}", hint=choices(known, name))
     try:
-        backend = get_backend(name)
-        result, where = backend.memory().total, f"device {backend.name}"
-        where += " does not tell its memory" * (result is None)
-        return described(backend, result, where, parameters)
+        backend = BACKENDS[name].load() if size else get_backend(name)
+        if not size:
+            size, where = backend.memory().total, f"device {backend.name}"
+            where += " does not tell its memory" * (size is None)
     except DeviceError as error:
         if name not in BACKENDS:
             raise
-        why = f"no {name} device can be asked here ({error.why})"
-        return described(BACKENDS[name].load(), None, why, parameters)
-
-
-def described(backend: Backend, memory: int | None, where: str, parameters: int) -> DeviceMemory:
+        backend = BACKENDS[name].load()
+        where = f"no {name} device can be asked here ({error.why})"
     best, _ = backend.best_dtype(parameters)
     return DeviceMemory(
-        memory,
+        size,
         where,
         best,
         backend.quantized,

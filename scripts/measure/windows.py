@@ -113,7 +113,10 @@ def features(pipeline: LanternPipeline, drawn: Drawn, batch: int) -> NDArray[np.
 
     Few, since each more raises what the largest of them has to pass.
     """
-    config, codes = pipeline.model.target.config, pipeline.model.code_vectors.cpu()  # [V, dim]
+    model, config = pipeline.model, pipeline.model.target.config
+    assert model.vq is not None
+    vectors = model.vq.quantize.project(model.codebook.detach().float())
+    codes = model.of_vocabulary(vectors).cpu()  # [V, dim]
     found = []
     for start in range(0, len(drawn.tokens), batch):
         some = slice(start, start + batch)
