@@ -50,16 +50,10 @@ CLIENTS: dict[str, dict[str, Any]] = {
     "n8n": {"model": "dall-e-3", "n": 1, "size": "SIZE", "quality": "hd", "style": "natural"},
     "n8n, gpt-image": {"model": "gpt-image-1", "n": 1, "size": "SIZE", "quality": "high"},
     "Open WebUI": {"model": "dall-e-3", "n": 1, "size": "SIZE", "response_format": "b64_json"},
-    "LibreChat": {
-        "model": "dall-e-3",
-        "quality": "standard",
-        "style": "vivid",
-        "size": "SIZE",
-        "n": 1,
-    },
+    "LibreChat": {"model": "dall-e-3", "quality": "standard", "style": "vivid", "size": "SIZE", "n": 1},
     "agents": {"model": "gpt-image-1", "moderation": "low", "background": "opaque", "user": "me"},
     "nulls": {"model": None, "style": None, "output_format": None, "negative_prompt": None},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("client", CLIENTS)
@@ -136,12 +130,12 @@ def test_a_picture_has_an_address_for_a_while(
 
 def test_a_negative_prompt_is_drawn_away_from(public: Path) -> None:
     pipeline = LanternPipeline.from_pretrained(str(public / "emu3"))
-    menu = make_served_model(pipeline, ServeOptions(str(public / "emu3"), methods=("ar",)))
+    served_model = make_served_model(pipeline, ServeOptions(str(public / "emu3"), methods=("ar",)))
     asked = ImagesRequest.model_validate({"prompt": "cat", "negative_prompt": "dog", "seed": 1})
-    (request,) = read_call(asked, menu).requests
+    (request,) = read_call(asked, served_model).requests
     assert request.negative == "dog"
     other = replace(request, negative=None)
-    setting = menu.methods["ar"].setting
+    setting = served_model.methods["ar"].setting
     first, second = (pipeline.draw([one], setting, decode=False) for one in (request, other))
     assert not np.array_equal(first.tokens, second.tokens)
 
@@ -150,13 +144,10 @@ def test_a_default_beyond_the_codebook_is_all_of_it(pipeline: LanternPipeline) -
     model = pipeline.model
     model.sampling, usual = replace(model.sampling, top_k=100_000), model.sampling
     try:
-        menu = make_served_model(pipeline, ServeOptions("tiny", methods=("ar",)))
-        assert (
-            read_call(ImagesRequest.model_validate({"prompt": "cat"}), menu)
-            .requests[0]
-            .sampling.top_k
-            == model.vocabulary
-        )
+        served_model = make_served_model(pipeline, ServeOptions("tiny", methods=("ar",)))
+        asked = ImagesRequest.model_validate({"prompt": "cat"})
+        (request,) = read_call(asked, served_model).requests
+        assert request.sampling.top_k == model.vocabulary
     finally:
         model.sampling = usual
 
