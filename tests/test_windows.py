@@ -171,20 +171,6 @@ def test_permutation_test_notices_a_shift_and_nothing_else() -> None:
     assert np.mean([permutation(one, other, 999).p < 0.05 for one, other in pairs]) < 0.15
 
 
-@pytest.mark.slow
-def test_the_script_measures_windows_of_any_model(
-    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for what, said in {
-        "same": "0 of 8 images and 0 of 128 tokens differ",
-        "lossless": "| sjd-pac:4:3x3, stale |",
-    }.items():
-        sizes = ["--num-images", "8", "--window", "4"]
-        monkeypatch.setattr("sys.argv", ["windows", what, "--model", str(model), *sizes])
-        windows_script()
-        assert said in capsys.readouterr().out
-
-
 # The walk along a spine, and the walk by levels
 
 
