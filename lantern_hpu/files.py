@@ -34,7 +34,7 @@ def cache_folder() -> Path:
 
 
 def own_cache(name: str) -> Path:
-    """A folder of the cache, made for the user alone; an OutputError where others may write: what lies there is run."""
+    """A folder of the cache, made for the user alone; an OutputError where others may write: what is there is run."""
     for folder in (cache_folder(), cache_folder() / name):
         with suppress(OSError):
             folder.mkdir(0o700, parents=True, exist_ok=True)
@@ -208,9 +208,9 @@ def clear_temporary(paths: Iterable[Path]) -> None:
 
 
 def write_file(path: Path, data: bytes, force: bool = False) -> None:
-    """Write a whole file or none: first beside its place, then moved over.
+    """Write a whole file or none: first under another name, then moved over.
 
-    The name beside it is one that nobody can have put a link under.
+    That name is random, so that no one can have put a link there.
     """
     check_kind(path)
     if path.exists() and not force:

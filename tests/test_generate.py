@@ -56,10 +56,8 @@ def test_each_method_draws_under_strict(model: Path, tmp_path: Path, method: str
 
 def test_report_keeps_its_contract(model: Path, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
-    assert (
-        generate(model, "--prompt", "cat", "--output", tmp_path / "cat.png", "--report", report)
-        == 0
-    )
+    asked = ("--prompt", "cat", "--output", tmp_path / "cat.png", "--report", report)
+    assert generate(model, *asked) == 0
     data = json.loads(report.read_text())
     assert set(data) == {"images", "warnings", "timing", "graph", "config", "environment"}
     (image,) = data["images"]
@@ -80,48 +78,38 @@ def test_report_keeps_its_contract(model: Path, tmp_path: Path) -> None:
     assert image["file"] == str(tmp_path / "cat.png")
 
 
-def test_seed_is_echoed_and_replayable(model: Path, tmp_path: Path) -> None:
-    drawn, again = tmp_path / "drawn", tmp_path / "again.png"
-    options = ("--temperature", 0.9, "--top-k", 12, "--relax", "delta=0.2:k=4")
-    assert (
-        generate(
-            model,
-            "--prompt",
-            "red cat",
-            "--num-images",
-            3,
-            "--seed",
-            40,
-            *options,
-            "--output",
-            drawn,
-        )
-        == 0
-    )
-    last = drawn / "002-red-cat.png"
-    assert read_png(last)["seed"] == 42
-    assert main(["--from-png", str(last), "--output", str(again)]) == 0
-    assert np.array_equal(pixels(last), pixels(again))
+REPLAYS = {
+    "sampling": "--num-images 3 --temperature 0.9 --top-k 12 --relax delta=0.2:k=4",
+    "a tree of the user's own": "--tree mine.json",
+    "weights of 8 bits": "--quantize int8",
+    "a window": "--method sjd-pac --window 9:2x3 --relax lambda-5",
+    "a schedule": "--method scd --window 9:commit=3",
+    "a budget": "--method scd --window 4 --relax tv=0.2:budget=0.7",
+}
 
 
-def test_from_png_keeps_a_tree_of_the_users_own(model: Path, tmp_path: Path) -> None:
-    tree = tmp_path / "mine.json"
-    tree.write_text("[[0], [1], [0, 0]]")
-    first, second = tmp_path / "a.png", tmp_path / "b.png"
-    assert generate(model, "--prompt", "cat", "--tree", tree, "--output", first) == 0
-    tree.unlink()
-    assert main(["--from-png", str(first), "--output", str(second)]) == 0
-    assert np.array_equal(pixels(first), pixels(second))
+@pytest.mark.parametrize("options", REPLAYS.values(), ids=REPLAYS)
+def test_an_image_is_drawn_again_from_its_file(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.json").write_text("[[0], [1], [0, 0]]")
+    asked = ("--prompt", "red cat", "--seed", 40, "--output", "drawn/", *options.split())
+    assert generate(model, *asked) == 0
+    Path("mine.json").unlink()
+    last = sorted(Path("drawn").iterdir())[-1]
+    known = read_png(last)
+    assert known["seed"] == (42 if "--num-images" in options else 40)
+    assert known["config"]["quantize"] == ("int8" if "int8" in options else None)
+    assert main(["--from-png", str(last), "--output", "again.png"]) == 0
+    assert np.array_equal(pixels(last), pixels(Path("again.png")))
 
 
 def test_saved_tokens_are_each_images_own(model: Path, tmp_path: Path) -> None:
-    asked = ("--prompt", "red cat", "--method", "eagle", "--num-images", 3)
-    options = (*asked, "--output", tmp_path / "out")
+    asked = ("--prompt", "red cat", "--method", "eagle", "--num-images", 3, "--force")
     for size in (1, 3):
-        file = tmp_path / f"{size}.npz"
-        assert (
-            generate(model, *options, "--force", "--batch-size", size, "--save-tokens", file) == 0
-        )
+        files = ("--output", tmp_path / "out", "--save-tokens", tmp_path / f"{size}.npz")
+        assert generate(model, *asked, *files, "--batch-size", size) == 0
     alone, together = np.load(tmp_path / "1.npz")["tokens"], np.load(tmp_path / "3.npz")["tokens"]
     assert np.array_equal(alone, together) and not np.array_equal(alone[0], alone[1])
 
@@ -250,19 +238,8 @@ def test_one_file_cannot_hold_two_results(
 
 def test_grid_tokens_and_previews_are_written(model: Path, tmp_path: Path) -> None:
     sheet, tokens = tmp_path / "sheet.png", tmp_path / "tokens.npz"
-    options = (
-        "--prompt",
-        "cat",
-        "--method",
-        "eagle",
-        "--num-images",
-        3,
-        "--grid",
-        "--save-tokens",
-        tokens,
-        "--preview-every",
-        1,
-    )
+    options = ["--prompt", "cat", "--method", "eagle", "--num-images", 3, "--grid"]
+    options += ["--save-tokens", tokens, "--preview-every", 1]
     assert generate(model, *options, "--output", sheet) == 0
     assert Image.open(sheet).size == (2 * 12 + 4, 2 * (12 + CAPTION) + 4)
     saved = np.load(tokens)
@@ -392,14 +369,6 @@ def test_relaxation_off_needs_no_codebook(pipeline: LanternPipeline) -> None:
     relaxed = pipeline("cat", relax=Multiplicative(4, lam=1.0))
     assert not pipeline.model._near
     assert np.array_equal(exact.tokens, relaxed.tokens)
-
-
-def test_int8_weights_draw_and_are_replayed(model: Path, tmp_path: Path) -> None:
-    first, again = tmp_path / "a.png", tmp_path / "b.png"
-    assert generate(model, "--prompt", "apple", "--quantize", "int8", "--output", first) == 0
-    assert read_png(first)["config"]["quantize"] == "int8"
-    assert main(["--from-png", str(first), "--output", str(again)]) == 0
-    assert np.array_equal(pixels(first), pixels(again))
 
 
 def test_int8_weights_are_the_rounded_ones(model: Path) -> None:

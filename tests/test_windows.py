@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from lantern_hpu.commands import generate, tune
 from lantern_hpu.core import Request
@@ -259,15 +258,6 @@ def test_jacobi_refuses_a_relaxed_request_in_a_batch(models: Models) -> None:
     relaxed = [request(relaxation=Multiplicative(3, lam=2.0))]
     with pytest.raises(OptionError, match="jacobi takes no relaxation"):
         sample(models, Window.of("jacobi", 2), relaxed)
-
-
-def test_an_image_of_a_window_is_drawn_again_from_its_file(model: Path, tmp_path: Path) -> None:
-    first, again = tmp_path / "first.png", tmp_path / "again.png"
-    given = ["--model", str(model), "--prompt", "red cat", "--seed", "4", "--output", str(first)]
-    window = ["--method", "sjd-pac", "--window", "9:2x3", "--relax", "lambda-5"]
-    assert generate.main([*given, *window]) == 0
-    assert generate.main(["--from-png", str(first), "--output", str(again)]) == 0
-    assert np.array_equal(np.asarray(Image.open(first)), np.asarray(Image.open(again)))
 
 
 @pytest.mark.parametrize("rule", ["jacobi", "scd", "sjd-pac"])

@@ -2,8 +2,8 @@
 
 Exact, static tree: children of a node were drawn without replacement from q; child x is accepted with
 probability min(1, p(x) / q(x)), and after a rejection p becomes [p - q]+ and q loses x (Leviathan et al. 2023,
-with SpecInfer's siblings). Exact, dynamic tree: children are the most probable ones, not drawn, which is the same with
-all of q on x: accepted with probability p(x), and after a rejection p loses x. The distribution of the image does
+with SpecInfer's siblings). Exact, dynamic tree: children are the most probable ones, not drawn, i.e. q puts
+all its mass on x: accepted with probability p(x), and after a rejection p loses x. The distribution of the image does
 not change.
 
 Relaxed by neighbours (LANTERN, arXiv 2410.03355; LANTERN++, arXiv 2502.06352): x also stands for its nearest
@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from lantern_hpu.decode.common import Drafts, TreeTables, rows_at
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.decode.state import Bounds
-from lantern_hpu.errors import OptionError
+from lantern_hpu.errors import Arg, OptionError
 from lantern_hpu.methods.relaxation import Residual
 from lantern_hpu.ops.buffers import arange32, constant
 from lantern_hpu.ops.kernels import Walk
@@ -155,7 +155,7 @@ class Clusters(nn.Module):
         super().__init__()
         if len(codes) > MOST_CODES:
             why = f"{len(codes)} codes, and their order is kept in int32 for up to {MOST_CODES}"
-            raise OptionError("no clusters with this codebook", why, "--relax lambda-5")
+            raise OptionError("no clusters with this codebook", why, Arg("relax", "lambda-5"))
         self.codes = constant(codes)
         self.token = constant(arange32(len(codes)))  # [V]
         self.offset = constant(arange32(2 * ranks) - ranks + 1)  # [2 ranks]

@@ -39,7 +39,7 @@ class Slot:
 class Batch:
     """Images that go on each by itself, from admission to finish, in the slots of one engine.
 
-    An image's tokens do not depend on when it came, where it sits, or what is beside it.
+    An image's tokens do not depend on when it came, in which slot it is, or on the other images.
     """
 
     @own_defaults()
@@ -48,7 +48,7 @@ class Batch:
 
         Args:
             encode: gives the prefix of requests.
-            stats: what is spent on text, prefill and steps is added here. Admission beside running images is not waited
+            stats: what is spent on text, prefill and steps is added here. Admission while images run is not waited
                 for, and uniforms and host reads belong to the steps.
         """
         engine.warm_up()
@@ -91,7 +91,7 @@ class Batch:
 
     @own_defaults()
     def admit(self, requests: Sequence[Request]) -> list[int]:
-        """Begin images in free slots: all at once if no slot is taken, or one by one beside those that run.
+        """Begin images in free slots: all at once if no slot is taken, or one by one while others run.
 
         Returns the slot of each.
         """

@@ -437,7 +437,7 @@ class EngineCache:
         return Engine(model.target, drafter, spec, fit, table, codes)
 
     def lacking(self, specs: Sequence[Spec]) -> int:
-        """Bytes that the device lacks for engines beside those here; none (0 or less) where it does not say."""
+        """Bytes that the device lacks for more engines than those here; none (0 or less) where it does not say."""
         free = self.backend.memory().free
         if free is None:
             return 0
@@ -449,7 +449,7 @@ class EngineCache:
         return wanted - engine_bytes(model, here, *how)[0] - free
 
     def lacking_for_text(self) -> int:
-        """Bytes that the device lacks for a text encoder beside the engines here; none: 0 or less."""
+        """Bytes that the device lacks for a text encoder next to the engines here; none: 0 or less."""
         model, dtype = self.model.config, dtype_name(self.model.target.dtype)
         needed = [summed(encoding(model, Setup(spec, dtype))) for spec, _ in self.engines]
         return self.lacking([]) + max(needed)

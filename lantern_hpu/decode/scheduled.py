@@ -102,7 +102,7 @@ class ScheduledStep(Step):
     def accept(
         self, hidden: Tensor, drafts: Drafts, uniform: Tensor, state: DecodeState
     ) -> Accepted:
-        """Draw all places anew, from the target's distributions given what was before them."""
+        """Sample all places again, from the target's distributions given what was before them."""
         lag = self.drafting.lag(state)
         p = self.sampler(hidden, state, drafts.tables.depth - lag[:, None])  # [B, C + W, V]
         assert drafts.uniform is not None
@@ -143,7 +143,7 @@ class ScheduledStep(Step):
         return self.end(accepted, count, state)
 
     def tally_final(self, spent: Tensor | None, state: DecodeState) -> None:
-        """Count the step for images that are not done; what it made final beside its first token counts as accepted.
+        """Count the step for images that are not done; what it made final after its first token counts as accepted.
 
         What was spent [B, C - 1] is of the tokens of the step before.
         """

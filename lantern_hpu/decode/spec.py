@@ -23,7 +23,7 @@ LEAST_CLASS = 16  # of top-k and neighbours
 LEAST_RANKS = 7  # of a cluster, as published
 # Fields of a spec whose larger values serve the smaller ones too
 GROWING = "guidance use_greedy max_top_k use_top_p neighbours annealed ranks blended".split()
-NOISE_BYTES = 2**28  # of a batch's fixed noise, at most; more is made anew in each step
+NOISE_BYTES = 2**28  # of a batch's fixed noise, at most; more is made in each step
 
 
 @dataclass(frozen=True)
@@ -143,8 +143,8 @@ def neighbours_needed(requests: Sequence[Request], codes: int, known_neighbours:
 def check_drawable(tree: Tree, requests: Sequence[Request], config: TransformerConfig) -> None:
     """Raise an OptionError for a tree that these images cannot be drawn with."""
     allowed = f"at most {config.codes} children of a node"
-    option = "--window" if isinstance(tree, Window) else "--tree"
-    require(tree.max_children <= config.codes, option, tree.name, allowed)
+    name = "window" if isinstance(tree, Window) else "tree"
+    require(tree.max_children <= config.codes, name, tree.name, allowed)
     for request in requests:
         check_acceptance(tree, request.relaxation)
     if isinstance(tree, Window):

@@ -29,7 +29,7 @@ from lantern_hpu.tree import DraftTree
 class Prefill(nn.Module):
     """Begins the A images of `state.prefill`: their prefixes through the target, and their first tokens.
 
-    Two recordings exist: for all slots at once, and for one slot beside others, which are neither read nor written.
+    Two recordings exist: for all slots at once, and for one slot while others run, which are neither read nor written.
     """
 
     def __init__(self, target: Target, drafting: Drafting | None, spec: Spec) -> None:

@@ -1,4 +1,4 @@
-"""Constants of modules, made once so that no step makes them anew; masks; copies to a device."""
+"""Constants of modules, made once so that no step makes them; masks; copies to a device."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def image_files(
 
 
 def check_strangers(output: str | Path, files: Sequence[Path]) -> None:
-    """Raise an OutputError if a folder has numbered pictures beside those of a run, for whose own they would pass."""
+    """Raise an OutputError if a folder has numbered pictures of another run, which would pass for this one's."""
     folder = folder_named(output)
     if folder is None or not folder.is_dir():
         return

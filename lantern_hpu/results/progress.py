@@ -15,7 +15,7 @@ from lantern_hpu.files import write_file
 from lantern_hpu.results.images import grid
 from lantern_hpu.results.png import encode
 
-LINES = 4  # of a log, beside the first
+LINES = 4  # of a log, after the first
 
 
 class ProgressBar(tqdm):

@@ -41,7 +41,7 @@ class SavedTokens:
 
     Attributes:
         metadata: what draws each image again; empty where the file does not say it.
-        tokenizer: fingerprint of the VQ tokenizer that they were drawn beside; empty where the file does not say it.
+        tokenizer: fingerprint of the VQ tokenizer of the model that drew them; empty where the file does not say it.
         grid: rows and columns of a picture's codes; empty where the file does not say it.
         seeds: of the images; empty where the file does not say it.
     """
@@ -66,7 +66,7 @@ def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
         with open(path, "rb") as file:
             loaded = np.load(file, allow_pickle=False)
             return {"tokens": loaded} if isinstance(loaded, np.ndarray) else dict(loaded)
-    except Exception as error:  # whatever damaged parts make of zip files and headers
+    except Exception as error:  # damaged zip files and headers raise many kinds
         raise OptionError(f"cannot read tokens from {path}", str(error) or repr(error)) from error
 
 

@@ -1,4 +1,4 @@
-"""Dynamic trees (EAGLE-2): a fixed size, and nodes that are chosen anew at every step."""
+"""Dynamic trees (EAGLE-2): a fixed size, and nodes that are chosen at every step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MOST_CHILDREN, MOST_EXPANSIONS, MOST_CANDIDATES = 64, 16, 4200
 
 @dataclass(frozen=True)
 class DynamicTree:
-    """A tree that is grown anew at each step from what the drafter finds probable, one an image (EAGLE-2).
+    """A tree that is grown at each step from what the drafter finds probable, one an image (EAGLE-2).
 
     The root and then, `expansions` times, the `top_k` most probable of the newest candidates get `top_k`
     children each; of all candidates the `drafts` most probable are kept.

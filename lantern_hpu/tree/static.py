@@ -137,7 +137,7 @@ class DraftTree:
 
     @property
     def is_chain(self) -> bool:
-        """Whether node n is the nth draft of one path, so that an accepted path lies where it belongs."""
+        """Whether node n is the nth draft of one path, so that an accepted path is where it belongs."""
         return self.size == self.depth + 1
 
     @cached_property

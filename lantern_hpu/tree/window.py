@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
 
-from lantern_hpu.errors import TreeError, choices
+from lantern_hpu.errors import Arg, TreeError, choices, words
 from lantern_hpu.tree.dynamic import DYNAMIC, MOST_CHILDREN, DynamicTree
 from lantern_hpu.tree.static import DraftTree, load_static
 
@@ -53,7 +53,8 @@ class Window(DraftTree):
             raise TreeError(f"no window {rule}", "unknown rule", choices(get_args(Rule)))
         least = 0 if rule == "jacobi" else 1
         if not least <= width <= MOST_WINDOW:
-            raise TreeError(f"--window is {width}", f"{rule} takes {least} to {MOST_WINDOW}")
+            what = words(Arg("window"), f"is {width}")
+            raise TreeError(what, f"{rule} takes {least} to {MOST_WINDOW}")
         if commit is not None:
             check_commit(width, front, commit)
             paths = tuple((0,) * depth for depth in range(commit + width))
@@ -92,7 +93,7 @@ class Window(DraftTree):
 
     @cached_property
     def siblings(self) -> tuple[int, ...]:
-        """Nodes beside the spine, by (depth, rank)."""
+        """Nodes off the spine, by (depth, rank)."""
         return tuple(node for node in range(self.size) if node not in self.spine)
 
     @property
@@ -114,11 +115,11 @@ class Window(DraftTree):
 
 def check_commit(width: int, front: tuple[int, int] | None, commit: int) -> None:
     """Raise a TreeError for a fixed schedule that a window does not have."""
-    text = f"--window {width}:commit={commit}"
+    what = words("invalid", Arg("window", f"{width}:commit={commit}"))
     if width < 1:
-        raise TreeError(f"{text} is no window", "a window of width 0 has no drafts to accept")
+        raise TreeError(what, "a window of width 0 has no drafts to accept")
     if not 1 <= commit <= width:
-        raise TreeError(f"{text} is no window", f"commit is 1 to {width}, the places of the window")
+        raise TreeError(what, f"commit is 1 to {width}, the places of the window")
     if front is not None:
         why = "siblings are tried where a draft is refused, and a fixed schedule refuses none"
         raise TreeError(f"{front[0]}x{front[1]} and commit={commit} exclude each other", why)
@@ -128,15 +129,14 @@ def front_of(rule: Rule, width: int, front: tuple[int, int] | None) -> tuple[int
     """Siblings at so many first levels; none but for `sjd-pac`."""
     if rule != "sjd-pac":
         if front is not None:
-            why = f"{rule} has one draft at each place"
-            what = f"--window {width}:{front[0]}x{front[1]} has no meaning here"
-            raise TreeError(what, why, "--method sjd-pac")
+            what = words("invalid", Arg("window", f"{width}:{front[0]}x{front[1]}"))
+            raise TreeError(what, f"{rule} has one draft at each place", Arg("method", "sjd-pac"))
         return 1, 0
     siblings, levels = front or (FRONT[0], min(FRONT[1], width))
     if not (1 <= siblings <= MOST_CHILDREN and 0 <= levels <= width):
         why = f"1 to {MOST_CHILDREN} siblings at 0 to {width} levels, as many as the window has"
-        what = f"--window {width}:{siblings}x{levels} is no window"
-        raise TreeError(what, why, f"--window {width}:2x1")
+        what = words("invalid", Arg("window", f"{width}:{siblings}x{levels}"))
+        raise TreeError(what, why, Arg("window", f"{width}:2x1"))
     return siblings, levels
 
 

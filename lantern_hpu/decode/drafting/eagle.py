@@ -64,7 +64,7 @@ class EagleDrafting(Drafting):
         )
 
     def begin(self, hidden: Tensor, root: Tensor, rows: Tensor, state: DecodeState) -> None:
-        """Entries 0 .. P-2 carry the prefix's features beside its words, or the filler token 0."""
+        """Entries 0 .. P-2 carry the prefix's features with its words, or the filler token 0."""
         kept: EagleState = state.drafting
         entry, width, drafter = state.prefill, self.config.prefix - 1, self.drafter
         slot = entry.slot.long()

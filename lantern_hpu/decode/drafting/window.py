@@ -139,13 +139,13 @@ class WindowDrafting(Drafting):
             assert kept.q is not None
             q = kept.q[:, : self.front].scatter(2, kept.drafts[:, : self.front, None].long(), 0.0)
             draws = uniform[:, : self.count].unflatten(1, (self.front, -1))
-            beside = self.sampler.distinct(q, draws, state).flatten(1)
-            tokens = torch.cat([tokens, beside], 1)
+            siblings = self.sampler.distinct(q, draws, state).flatten(1)
+            tokens = torch.cat([tokens, siblings], 1)
         tables, left = self.tables(len(tokens)), uniform[:, self.count :]
         yield "draft", Drafts(tokens.index_select(1, self.order), kept.q, tables, left)
 
     def absorb(self, committed: Committed, state: DecodeState) -> None:
-        """Move the window, and draft anew from its distributions."""
+        """Move the window, and draft again from its distributions."""
         if not self.width:
             return
         before = committed.added[:, None] + self.place[:-1]  # [B, W] where each place was
