@@ -185,14 +185,14 @@ class Transfers:
         return {}
 
 
-@dataclass
+@dataclass(frozen=True)
 class Fit:
     """How a model runs on a device.
 
     Attributes:
-        graphs: the graph mode. layout: of the matrices of linear layers; `auto` until `lay_out` has chosen one.
+        graphs: the graph mode. layout: of the matrices of linear layers; `auto` before `lay_out`.
         keys_by_head: whether all positions of a head lie together in the KV cache.
-        decided: what was chosen, with the reason; for reports.
+        decided: what was chosen, with the reason, for reports; what is chosen later is added.
     """
 
     backend: Backend
@@ -208,12 +208,13 @@ class Fit:
         """Of a number in a matrix of the model."""
         return self.dtype.itemsize
 
-    def lay_out(self, modules: Sequence[nn.Module]) -> None:
-        """Bring the linear layers of loaded modules into the layout, in place.
+    def lay_out(self, modules: Sequence[nn.Module]) -> Fit:
+        """Bring the linear layers of loaded modules into the layout, in place. -> with the layout that was taken
 
         Raises:
             DeviceError: the layout cannot be used for these weights.
         """
+        return self
 
     def tuner(self) -> StepTuner:
         """What runs the steps of a new engine."""

@@ -65,7 +65,7 @@ def load_model(
         model = opened.load(place)
         if options.quantize is not None:
             quantize_target(model.target, options.quantize)
-        fit.lay_out([*model.stepping, *model.condition.parts().values()])
+        fit = fit.lay_out([*model.stepping, *model.condition.parts().values()])
     return model, fit
 
 

@@ -6,6 +6,7 @@ import json
 import platform
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -84,7 +85,7 @@ def test_what_inductor_compiles_stays_plain() -> None:
     """Native is refused where it is asked for; a warning that something is missing would be untrue."""
     backend, models = get_backend("cpu"), tiny_models()
     fit = backend.fit(CONFIG, DeviceOptions(graphs="compile"))
-    fit.lay_out(models)
+    fit = fit.lay_out(models)
     assert fit.layout == "plain" and "inductor" in fit.decided["layout"]
     fit = backend.fit(CONFIG, DeviceOptions(graphs="compile", layout="native"))
     with pytest.raises(DeviceError, match="inductor"):
@@ -321,15 +322,13 @@ def test_torchs_form_takes_fewer_threads_only_where_they_are_far_faster(
     """Its sums may round otherwise with another number, and a seed is to be one image on idle cores."""
     threads(2)
     machine = Machine(t1=one, t2=0.6)
-    fit = get_backend("cpu").fit(CONFIG, DeviceOptions(layout="plain"))
-    fit.lay_out([])
+    fit = get_backend("cpu").fit(CONFIG, DeviceOptions(layout="plain")).lay_out([])
     pace = fit.tuner()
     assert isinstance(pace, ThreadTuner)
     pace.clock = machine.clock
     pace.fit(machine.step)
     assert pace.count == best and "600.0 ms with 2" in fit.decided["threads"]
-    fit.layout = "native"
-    native = fit.tuner()
+    native = replace(fit, layout="native").tuner()
     assert isinstance(native, ThreadTuner) and native.faster == 1
 
 

@@ -157,7 +157,7 @@ LARGE = 256 * 2**20
 WINDOW, BF16_WINDOW = 2, 5
 
 
-@dataclass
+@dataclass(frozen=True)
 class CPUFit(Fit):
     """The native decoder where it can be had; as many threads as are asked for, or as are fastest by the clock."""
 
@@ -168,23 +168,23 @@ class CPUFit(Fit):
     def weight_bytes(self) -> int:
         return torch.float16.itemsize if self.halved else self.dtype.itemsize
 
-    def lay_out(self, modules: Sequence[nn.Module]) -> None:
-        reason = "asked for"
+    def lay_out(self, modules: Sequence[nn.Module]) -> Fit:
+        why_plain = "asked for"
         if self.layout != "plain":
             why_plain = COMPILED if self.graphs == "compile" else native.why_unsupported(modules)
             if why_plain and self.layout == "native":
                 what = words(Arg("layout", "native"), "cannot be used here")
                 raise DeviceError(what, why_plain, Arg("layout", "auto"))
-            self.layout = "plain" if why_plain else "native"
-            reason = why_plain or native.isa()
             if why := native.missing():
                 warnings.warn(f"torch's slower form draws: {why}", stacklevel=2)
-        if self.layout == "native":
-            self.halved = native.pack_model(modules) == native.FLOAT16
-            self.keys_by_head = True
-        self.decided["layout"] = f"{self.layout}: {reason}"
         if self.threads:
             self.note_threads(self.threads, "asked for")
+        if why_plain:
+            self.decided["layout"] = f"plain: {why_plain}"
+            return replace(self, layout="plain")
+        self.decided["layout"] = f"native: {native.isa()}"
+        halved = native.pack_model(modules) == native.FLOAT16
+        return replace(self, layout="native", keys_by_head=True, halved=halved)
 
     def tuner(self) -> StepTuner:
         faster = 1.0 if self.layout == "native" else OTHER_BITS_GAIN
@@ -258,11 +258,10 @@ class CPUBackend(Backend):
         return native_kernels() if native.isa() else IN_ORDER
 
     def fit(self, config: Sizes, options: DeviceOptions) -> Fit:
-        fit = CPUFit(**vars(super().fit(config, options)), threads=options.threads)
-        fit.layout = options.layout
-        if fit.graphs == "compile" and fit.kernels is not PLAIN:
-            fit.kernels = IN_ORDER
-        return fit
+        found = vars(super().fit(config, options)) | {"layout": options.layout}
+        if found["graphs"] == "compile" and found["kernels"] is not PLAIN:
+            found["kernels"] = IN_ORDER
+        return CPUFit(**found, threads=options.threads)
 
     def memory(self, reset_peak: bool = False) -> Memory:
         return Memory(host.total_bytes(), host.available_bytes(), host.peak_resident_bytes())

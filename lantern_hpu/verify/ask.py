@@ -309,8 +309,7 @@ def grouped(pipeline: LanternPipeline) -> LanternPipeline:
             weight.mul_(2)  # so that what is attended to matters
     target = target.to(pipeline.backend.device)
     model = replace(pipeline.model, target=target, drafter=None)
-    pipeline.fit.lay_out(model.stepping)
-    return LanternPipeline(model, pipeline.fit, pipeline.options)
+    return LanternPipeline(model, pipeline.fit.lay_out(model.stepping), pipeline.options)
 
 
 def refusal_of_a_cut(error: BaseException | None) -> str:
