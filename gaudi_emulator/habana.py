@@ -336,8 +336,6 @@ MEMORY = named(memory_stats, mem_get_info, reset_peak_memory_stats) | {
     "max_memory_allocated": memory_of("MaxInUse"),
     "memory_reserved": memory_of("Limit"),
     "max_memory_reserved": memory_of("Limit"),
-    "memory_cached": memory_of("Limit"),
-    "max_memory_cached": memory_of("Limit"),
     "reset_accumulated_memory_stats": accept_anything,
 }
 STREAMS = named(Stream, Event, stream, set_stream, current_stream, default_stream)
@@ -362,13 +360,6 @@ class SynDeviceType(IntEnum):
     synDeviceGaudi3 = 5
 
 
-def set_dynamic_shapes(on: bool) -> Callable[[], None]:
-    def switch() -> None:
-        current().dynamic_shapes = on
-
-    return switch
-
-
 @contextmanager
 def nothing(*args: Any, **kwargs: Any) -> Iterator[None]:
     """A context that changes nothing here: one card, one device."""
@@ -389,11 +380,9 @@ IDENTITY = {
     "device": nothing,
     "device_of": nothing,
     "sdp_kernel": nothing,
-    "recompute_sdp_enabled": lambda: True,
     "getDeterministic": lambda: False,
-    "get_sync_debug_mode": lambda: False,
-    "enable_dynamic_shape": set_dynamic_shapes(True),
-    "disable_dynamic_shape": set_dynamic_shapes(False),
+    "enable_dynamic_shape": lambda: setattr(current(), "dynamic_shapes", True),
+    "disable_dynamic_shape": lambda: setattr(current(), "dynamic_shapes", False),
     "get_dynamic_shape_status": lambda: current().dynamic_shapes,
     "set_autocast_hpu_enabled": lambda on: torch.set_autocast_enabled(DEVICE, on),
     "is_autocast_hpu_enabled": lambda: torch.is_autocast_enabled(DEVICE),

@@ -203,14 +203,15 @@ def spec(value: Any) -> Any:
     return (type(value).__name__, value)
 
 
-def is_number(value: Any) -> bool:
-    return isinstance(value, (bool, int, float))
-
-
 def recipe_key(op: Op, args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
     """An operator's part of a recipe key; the value of a device scalar does not belong to it."""
     parts = tuple(
-        (name, type(value).__name__ if name in op.scalars and is_number(value) else spec(value))
+        (
+            name,
+            type(value).__name__
+            if name in op.scalars and isinstance(value, (bool, int, float))
+            else spec(value),
+        )
         for name, value in [*enumerate(args), *kwargs.items()]
     )
     return (op.name, parts)

@@ -206,7 +206,10 @@ def prepare_flags(mode: str = "auto", environ: MutableMapping[str, str] | None =
     release = release_of()
     mine = _ours(env)
     user = {n: v for n, v in env.items() if n.startswith(PREFIXES) and n not in mine}
-    refuse_fatal(release, user)
+    for name, value in user.items():
+        if wrong := fatal_flag(release, name, value):
+            what = f"{name}={value} would end Gaudi's software when it is loaded"
+            raise DeviceError(what, f"{release}: {wrong}", f"unset {name}, or give it such a value")
     lazy, why = _decide(mode, user.get(LAZY_MODE))
     settings = tuple(_wanted(lazy, env, release))
     running = _running_lazy()
@@ -235,14 +238,6 @@ def release_of() -> Release:
     return nearest_release(loaded or version_of(PLUGIN) or DEFAULT.name)
 
 
-def refuse_fatal(release: Release, flags: Mapping[str, str]) -> None:
-    for name, value in flags.items():
-        why = fatal_flag(release, name, value)
-        if why is not None:
-            what = f"{name}={value} would end Gaudi's software when it is loaded"
-            raise DeviceError(what, f"{release}: {why}", f"unset {name}, or give it such a value")
-
-
 def _ours(env: Mapping[str, str]) -> dict[str, str]:
     """Flags that an earlier call set, also in a parent process, and nobody has changed since."""
     marked: dict[str, str] = json.loads(env.get(MARK, "{}"))
@@ -253,9 +248,8 @@ def _decide(mode: str, flag: str | None) -> tuple[bool, str]:
     """(lazy or not, why); `flag` is the user's own."""
     if mode != "auto":
         if mode not in LAZY:
-            raise DeviceError(
-                f"Gaudi has no graph mode {mode!r}", hint=choices(["auto", *LAZY], mode)
-            )
+            hint = choices(["auto", *LAZY], mode)
+            raise DeviceError(f"Gaudi has no graph mode {mode!r}", hint=hint)
         lazy = LAZY[mode]
         if flag is not None and (flag != "0") != lazy:
             others = " or ".join(name for name, needs in LAZY.items() if needs != lazy)
