@@ -285,8 +285,7 @@ def test_auto_is_what_was_measured_unless_something_is_asked_for() -> None:
 def test_auto_is_lossless_everywhere(
     fastest: tuple[str, None] | None, defaults: DraftingDefaults, has_drafter: bool, images: int
 ) -> None:
-    given = {"fastest": fastest, "defaults": defaults, "has_drafter": has_drafter}
-    here = replace(HERE, images=images, **given)
+    here = replace(HERE, images=images, fastest=fastest, defaults=defaults, has_drafter=has_drafter)
     assert resolve(Setting.parse("auto"), here).relaxation == EXACT
 
 

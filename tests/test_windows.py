@@ -35,7 +35,6 @@ from lantern_hpu.ops.sampling import FACTORS, noise_keys, race_noise, sample_dis
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.png import read_png
 from lantern_hpu.tree import DraftTree, Window, load_static, load_tree
-from scripts.measure.windows import main as windows_script
 from scripts.measure.windows import permutation, stale_probs
 from tests.marks import mostly_slow
 from tests.test_step import DISTRIBUTIONS, SETTINGS, SMALL, count_images, exact_probs, surprise

@@ -115,30 +115,26 @@ def sizes(model: ModelConfig, guidance: bool, number_bytes: int) -> dict[str, in
     }
 
 
-def pass_seconds(
-    model: EmptyModel, parameters: int, layers: int, what: Pass, rows: int, rates: Rates
-) -> tuple[float, float]:
-    """Least seconds to read what a pass through so many parameters and layers needs, and to multiply it."""
-    config = model.config.target
-    context = config.prefix + config.tokens / 2  # committed positions
-    head = model.head if what.logits else 0
-    cached = rows * context * layers * 2 * config.kv_width
-    # A multiplication with its addition counts as two.
-    matrices = 2 * (what.tokens * parameters + what.logits * head)
-    attention = 4 * what.tokens * context * layers * config.width
-    weights = (parameters + head) * (rates.weight_bytes or rates.number_bytes)
-    read = weights + cached * rates.number_bytes
-    return read / rates.bandwidth, rows * (matrices + attention) / rates.rate
-
-
 def floor(model: ModelConfig, passes: StepPasses, rows: int, rates: Rates) -> Floor:
-    """The floor of a step over a batch of so many rows; with guidance, two an image."""
-    empty, layers = EmptyModel.of(model), model.target.layers
-    drafter = empty.drafting
-    drafts = [pass_seconds(empty, drafter, 1, what, rows, rates) for what in passes.draft]
-    read, multiply = pass_seconds(empty, empty.body, layers, passes.verify, rows, rates)
-    bound = "bandwidth" if read >= multiply else "arithmetic"
-    return Floor(sum(max(pair) for pair in drafts), max(read, multiply), bound)
+    """The floor of a step over a batch of these rows; with guidance, two an image."""
+    config = model.target
+    empty = EmptyModel.of(model)
+    context = config.prefix + config.tokens / 2  # committed positions
+
+    def seconds(what: Pass, parameters: int, layers: int) -> tuple[float, float]:
+        """To read what a pass through these parameters and layers needs, and to multiply it."""
+        head = empty.head if what.logits else 0
+        cached = rows * context * layers * 2 * config.kv_width
+        # A multiplication with its addition counts as two
+        matrices = 2 * (what.tokens * parameters + what.logits * head)
+        attention = 4 * what.tokens * context * layers * config.width
+        weights = (parameters + head) * (rates.weight_bytes or rates.number_bytes)
+        read = weights + cached * rates.number_bytes
+        return read / rates.bandwidth, rows * (matrices + attention) / rates.rate
+
+    draft = sum(max(seconds(what, empty.drafting, 1)) for what in passes.draft)
+    read, multiply = seconds(passes.verify, empty.body, config.layers)
+    return Floor(draft, max(read, multiply), "bandwidth" if read >= multiply else "arithmetic")
 
 
 # ------------------------------------------------------------------------------------ rates of a device

@@ -28,7 +28,7 @@ from lantern_hpu.commands.options import (
 from lantern_hpu.errors import exit_code
 from lantern_hpu.files import check_free
 from lantern_hpu.methods.relaxation import EXACT
-from lantern_hpu.methods.setting import METHODS, Setting
+from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.results.tables import markdown
 from lantern_lab.evaluate.options import FidelityOptions
 
@@ -51,25 +51,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=file_path, default=None, metavar="FILE.json")
     parser.add_argument("--force", action="store_true", help="replace an existing file")
     return parser
-
-
-def fidelity_report(
-    model: str,
-    device: DeviceOptions,
-    settings: Sequence[Setting],
-    options: FidelityOptions,
-    argv: Sequence[str],
-) -> dict[str, Any]:
-    prepare(device.device, device.graphs)  # before torch is imported
-    from lantern_hpu.pipeline import LanternPipeline
-    from lantern_hpu.results.progress import ProgressBar
-    from lantern_lab.fidelity import fidelity_rows, images_total
-
-    with closing(LanternPipeline.from_pretrained(model, **vars(device))) as pipeline:
-        with ProgressBar(images_total(pipeline, settings, options), "image") as bar:
-            rows = list(fidelity_rows(pipeline, settings, options, bar))
-        sizes = {name: value for name, value in asdict(options).items() if name != "seed"}
-        return heading("lantern_hpu.fidelity", pipeline, argv) | sizes | {"rows": rows}
 
 
 def fidelity_table(rows: Sequence[dict[str, Any]]) -> str:
@@ -99,8 +80,17 @@ def measure_fidelity(args: argparse.Namespace, argv: Sequence[str]) -> None:
     if args.output:
         check_free([args.output], args.force)
     device = replace(from_args(DeviceOptions, args), graphs="eager")
-    result = fidelity_report(args.model, device, settings, options, argv)
-    show_report(result, fidelity_table(result["rows"]), args.output, args.force)
+    prepare(device.device, device.graphs)  # before torch is imported
+    from lantern_hpu.pipeline import LanternPipeline
+    from lantern_hpu.results.progress import ProgressBar
+    from lantern_lab.fidelity import fidelity_rows, images_total
+
+    with closing(LanternPipeline.from_pretrained(args.model, **vars(device))) as pipeline:
+        with ProgressBar(images_total(pipeline, settings, options), "image") as bar:
+            rows = list(fidelity_rows(pipeline, settings, options, bar))
+        sizes = {name: value for name, value in asdict(options).items() if name != "seed"}
+        result = heading("lantern_hpu.fidelity", pipeline, argv) | sizes | {"rows": rows}
+    show_report(result, fidelity_table(rows), args.output, args.force)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
