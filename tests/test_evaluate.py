@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lantern_hpu.pipeline import LanternPipeline
+from lantern_hpu.generator import ImageGenerator
 from lantern_lab.commands.evaluate import main
 from lantern_lab.evaluate import drawing
 from lantern_lab.evaluate.folder import read_picture
@@ -94,7 +94,7 @@ def test_a_stopped_run_goes_on_to_the_same_figures(model: Path, copied: Path) ->
 def test_a_finished_run_draws_nothing_again(
     model: Path, finished: Path, copied: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(LanternPipeline, "draw")
+    monkeypatch.delattr(ImageGenerator, "draw")
     assert evaluated(model, copied) == 0
     assert figures(copied) == figures(finished)
 
