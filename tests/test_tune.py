@@ -426,6 +426,8 @@ def test_settings_take_turns(model: Path, monkeypatch: pytest.MonkeyPatch) -> No
     pipeline = LanternPipeline.from_pretrained(str(model), device="cpu")
     with ProgressBar(disable=True) as bar:
         found = tuner.Tuner(pipeline, TuneOptions("scd", images=3), [], bar)
-        figures, spread = found.draw([AR, CHAIN])
+        rows, spread = found.draw([AR, CHAIN], [None, None])
     assert drawn == [(name, number) for number in range(3) for name in (AR.name, "chain")]
-    assert spread == pytest.approx(3) and figures[0].ms_per_step == pytest.approx(20)  # the median
+    assert spread == pytest.approx(3) and rows[0].measured.ms_per_step == pytest.approx(
+        20
+    )  # the median

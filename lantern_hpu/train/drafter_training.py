@@ -29,7 +29,6 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -50,7 +49,7 @@ from lantern_hpu.models.transformer import Drafter, Target
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.prompts import read_prompts
 from lantern_hpu.train.acceptance_counts import Profile, profile
-from lantern_hpu.train.options import TrainOptions, TrainRequest
+from lantern_hpu.train.options import TrainRequest
 from lantern_hpu.train.unroll import Lesson, Samples, Unrolled, draw_samples, read_encoded, split
 from lantern_hpu.train.wiring import check_wiring
 from lantern_hpu.tree import load_static
@@ -131,12 +130,12 @@ class DrafterTraining:
         drafter: Drafter,
         samples: Samples,
         held_out: Samples,
-        folder: Path,
-        options: TrainOptions,
+        wanted: TrainRequest,
         accelerator: Accelerator,
     ) -> None:
+        options = wanted.options
         self.pipeline, self.samples, self.held_out = pipeline, samples, held_out
-        self.folder, self.options, self.accelerator = folder, options, accelerator
+        self.folder, self.options, self.accelerator = wanted.output, options, accelerator
         self.drafter = drafter
         self.average = [w.detach().clone() for w in drafter.parameters()]
         unrolled = Unrolled(drafter, pipeline.model.target, options.unroll)
@@ -395,9 +394,7 @@ def train(wanted: TrainRequest) -> dict[str, Any]:
         if known:
             lessons += known
         measured = draw(held_out, options.measured, wanted.output / "held-out")
-        run = DrafterTraining(
-            pipeline, start, lessons, measured, wanted.output, options, accelerator
-        )
+        run = DrafterTraining(pipeline, start, lessons, measured, wanted, accelerator)
         if wanted.resume:
             run.resume()
         return run.run()

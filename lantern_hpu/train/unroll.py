@@ -132,11 +132,9 @@ def checked_rows(
     tokens: NDArray[Any], images: int, config: TransformerConfig, file: Path
 ) -> NDArray[np.int64]:
     """Tokens [images, N] of a file; an OptionError where they are not the model's."""
-    what, shape, codes = (
-        f"{file} does not fit the model",
-        (images, config.tokens),
-        config.vocab_size,
-    )
+    what = f"{file} does not fit the model"
+    shape = (images, config.tokens)
+    codes = config.vocab_size
     if tokens.shape != shape or tokens.dtype.kind not in "iu":
         why = f"{tokens.dtype} {list(tokens.shape)} for {images} images"
         raise OptionError(what, why, f"integers {list(shape)}")

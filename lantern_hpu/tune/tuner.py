@@ -129,10 +129,12 @@ class Tuner:
         """How many are drawn with each tree."""
         return -(-self.options.images // self.options.batch_size)
 
-    def draw(self, trees: Sequence[DraftTree]) -> tuple[list[Figures], float]:
+    def draw(
+        self, trees: Sequence[DraftTree], expected: Sequence[Figures | None]
+    ) -> tuple[list[TunedRow], float]:
         """Whole batches of images with each tree, in turns, so that a drift of the machine's speed meets all alike.
 
-        Returns the figures, by the median of a tree's batches, and how many times as long as a tree's fastest batch
+        Returns the rows, by the median of a tree's batches, and how many times as long as a tree's fastest batch
         one of its others took a step, at most.
         """
         drawn: list[list[tuple[int, RunStats]]] = [[] for _ in trees]  # steps of a batch's images
@@ -142,11 +144,13 @@ class Tuner:
         each = [[timing.ms_per_step for _, timing in batches] for batches in drawn]
         # Prefill draws the first token of an image
         tokens = self.batches * self.options.batch_size * (self.sizes.tokens - 1)
-        figures = []
-        for batches, times in zip(drawn, each, strict=True):
-            step, run = statistics.median(times), sum(timing.steps for _, timing in batches)
-            figures.append(Figures(tokens / sum(n for n, _ in batches), step, step * run / tokens))
-        return figures, max(max(times) / min(times) for times in each)
+        rows = []
+        for tree, hoped, batches, times in zip(trees, expected, drawn, each, strict=True):
+            step = statistics.median(times)
+            run = sum(timing.steps for _, timing in batches)
+            rate = tokens / sum(steps for steps, _ in batches)
+            rows.append(TunedRow(tree, hoped, Figures(rate, step, step * run / tokens)))
+        return rows, max(max(times) / min(times) for times in each)
 
     def draw_batch(self, tree: DraftTree, number: int) -> tuple[int, RunStats]:
         """One batch with a tree. -> steps of its images, and its timing"""
@@ -183,9 +187,7 @@ class Tuner:
         trees = [DraftTree.root_only(), self.best_tree(counts, costs), *named]
         chances = estimate(counts, max(tree.depth for tree in trees))
         shared = (chances, costs, self.sizes.tokens - 1, options.batch_size)
-        figures, spread = self.draw(trees)
-        expected = [Figures.expected(tree, *shared) for tree in trees]
-        rows = [TunedRow(*row) for row in zip(trees, expected, figures, strict=True)]
+        rows, spread = self.draw(trees, [Figures.expected(tree, *shared) for tree in trees])
         return TuningResult(counts, costs, rows, spread)
 
     def tune_windows(self, rule: Rule) -> TuningResult:
@@ -195,9 +197,7 @@ class Tuner:
         widths = [w for w in (WIDTHS if idle else SMALL_WIDTHS) if w <= most] or [most]
         trees = [DraftTree.root_only(), *(Window.of(rule, width) for width in widths)]
         self.bar.total = self.batches * len(trees)
-        figures, spread = self.draw(trees)
-        rows = [TunedRow(tree, None, row) for tree, row in zip(trees, figures, strict=True)]
-        return TuningResult(None, None, rows, spread)
+        return TuningResult(None, None, *self.draw(trees, [None] * len(trees)))
 
 
 # ------------------------------------------------------------------------------------ a run

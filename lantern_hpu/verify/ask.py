@@ -71,17 +71,18 @@ class Asked:
 
     @cached_property
     def pipeline(self) -> LanternPipeline:
-        """The model on the device, in float32: only so are tokens to be compared."""
-        made = LanternPipeline.from_pretrained(
-            self.model, device=self.device, dtype="float32", graphs=self.stage.graphs
-        )
-        return self.stack.enter_context(closing(made))
+        """The model on the device."""
+        return self.opened(DeviceOptions(self.device, "float32", graphs=self.stage.graphs))
 
     @cached_property
     def host(self) -> LanternPipeline:
         """The model on the CPU, with the plain step."""
-        plain = DeviceOptions(kernels="plain", layout="plain").on_host("float32", "eager")
-        made = LanternPipeline.from_pretrained(self.model, **vars(plain))
+        plain = DeviceOptions(kernels="plain", layout="plain")
+        return self.opened(plain.on_host("float32", "eager"))
+
+    def opened(self, options: DeviceOptions) -> LanternPipeline:
+        """The model in float32: only so are tokens to be compared."""
+        made = LanternPipeline.from_pretrained(self.model, **vars(options))
         return self.stack.enter_context(closing(made))
 
     def drawn(self, pipeline: LanternPipeline, method: str) -> tuple[list[int], int, GraphReport]:
