@@ -23,7 +23,7 @@ from lantern_hpu.models.files.names import given_path, series_of
 from lantern_hpu.zoo import fetch as fetching
 from lantern_hpu.zoo import find as located
 from lantern_hpu.zoo import registry
-from lantern_hpu.zoo.find import locate_model
+from lantern_hpu.zoo.find import Located
 from lantern_hpu.zoo.registry import KnownModel, entries
 from tests.hub_cache import ANOLE, C2I, T2I, empty_cache, in_cache
 
@@ -115,8 +115,8 @@ def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
 def test_a_model_is_fetched_once(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
     text = fetch(capsys, T2I)
     assert "11.4 GB" in text and "Apache-2.0" in text and "MIT" in text
-    assert locate_model(entries()[T2I]).missing() == []
-    assert str(locate_model(entries()[T2I])["target"]) in text
+    assert Located(entries()[T2I]).missing() == []
+    assert str(Located(entries()[T2I])["target"]) in text
     hub.asked.clear()
     assert "here already" in fetch(capsys, T2I)
     assert hub.asked == []
@@ -124,9 +124,9 @@ def test_a_model_is_fetched_once(hub: Hub, capsys: pytest.CaptureFixture[str]) -
 
 def test_only_some_parts(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
     assert "it still lacks: target" in fetch(capsys, ANOLE, "--only", "vq,neighbours")
-    assert set(locate_model(entries()[ANOLE]).absent) == {"target", "drafter"}
+    assert set(Located(entries()[ANOLE]).absent) == {"target", "drafter"}
     assert fetch(capsys, ANOLE, "--without-drafter").strip().endswith("--method ar")
-    assert set(locate_model(entries()[ANOLE]).absent) == {"drafter"}
+    assert set(Located(entries()[ANOLE]).absent) == {"drafter"}
     assert "contradict" in refused(capsys, T2I, "--only", "drafter", "--without-drafter")
     assert "has no part drafter" in refused(capsys, C2I, "--only", "drafter")
 
@@ -141,7 +141,7 @@ def test_a_folder_gets_a_subfolder_for_each_part(
     assert not list(folder.rglob(".*"))
     entry = located.of_folder(folder)
     assert entry is not None and entry.name == T2I
-    assert locate_model(entry, folder).missing() == []
+    assert Located(entry, folder).missing() == []
     assert f"--model {folder}" in text and not empty_cache.exists()
     said = refused(capsys, ANOLE, "--to", str(folder))
     assert f"{folder} holds {T2I}" in said
@@ -307,7 +307,7 @@ def test_interrupted_nothing_is_taken_for_whole(
     hub.fails = KeyboardInterrupt()
     assert download.main([C2I, "--to", str(folder)]) == 130
     assert "interrupted" in capsys.readouterr().err
-    assert not any(locate_model(entries()[C2I], folder).values())
+    assert not any(Located(entries()[C2I], folder).values())
     assert list(staged.iterdir())  # a version that resumes can go on
     hub.fails = None
     fetch(capsys, C2I, "--to", str(folder))
@@ -373,8 +373,8 @@ def test_a_file_in_the_cache_that_was_not_checked_is_checked_by_the_next_run(
     part = entry.parts["target"]
     folder = located.cached_folder(part)
     assert folder is not None and part.absent(folder) == ()  # it has its final name
-    assert locate_model(entry)["target"] is None
-    assert locate_model(entry).absent["target"] == part.files
+    assert Located(entry)["target"] is None
+    assert Located(entry).absent["target"] == part.files
     monkeypatch.setattr(fetching, "sha256", sha256)
     capsys.readouterr()
     if damaged:
@@ -382,7 +382,7 @@ def test_a_file_in_the_cache_that_was_not_checked_is_checked_by_the_next_run(
         assert part.absent(located.cached_folder(part)) == part.files
     else:
         fetch(capsys, C2I, "--only", "target")
-        assert locate_model(entry)["target"] is not None
+        assert Located(entry)["target"] is not None
     assert located.unchecked(part.repo) == set()
     assert not (located.store(part.repo) / located.UNCHECKED).exists()
 

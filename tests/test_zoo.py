@@ -19,7 +19,7 @@ from lantern_hpu.models.families import FAMILIES
 from lantern_hpu.models.model import EmptyModel, count_numbers
 from lantern_hpu.models.text.prefix import class_index
 from lantern_hpu.zoo import fetch, find, registry
-from lantern_hpu.zoo.find import find_parts, locate_model
+from lantern_hpu.zoo.find import Located, find_parts
 from lantern_hpu.zoo.registry import KnownModel, Part, entries, find_model_by_name
 from tests.hub_cache import ANOLE, C2I, T2I, empty_cache, in_cache, whole
 
@@ -186,7 +186,7 @@ def test_an_id_of_several_models_names_them() -> None:
 def test_a_cache_is_recognised(empty_cache: Path) -> None:
     entry = entries()[T2I]
     whole(empty_cache, entry)
-    found = locate_model(entry)
+    found = Located(entry)
     assert found.missing() == []
     assert found["target"] is not None and found["target"].name == "t2i_XL_stage1_256.pt"
     assert found["vq"] is not None and found["vq"].name == "vq_ds16_t2i.pt"
@@ -198,16 +198,16 @@ def test_without_huggingface_hub_only_folders_are_looked_at(
     monkeypatch: pytest.MonkeyPatch, empty_cache: Path
 ) -> None:
     whole(empty_cache, entries()[C2I])
-    assert locate_model(entries()[C2I]).missing() == []
+    assert Located(entries()[C2I]).missing() == []
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    assert locate_model(entries()[C2I])["target"] is None
+    assert Located(entries()[C2I])["target"] is None
 
 
 def test_either_of_two_files_and_of_two_repositories(empty_cache: Path) -> None:
     entry = entries()[T2I]
     in_cache(empty_cache, entry.parts["drafter"].repo, "config.json", "pytorch_model.bin")
     in_cache(empty_cache, "jadohu/LlamaGen-T2I", "config.json", "model.safetensors")
-    found = locate_model(entry)
+    found = Located(entry)
     assert found["drafter"] is not None and found["drafter"].is_dir()
     assert found["target"] is not None and (found["target"] / "model.safetensors").is_file()
 
@@ -216,12 +216,12 @@ def test_a_part_with_a_missing_or_broken_file_is_not_here(empty_cache: Path) -> 
     entry = entries()[ANOLE]
     part = entry.parts["target"]
     folder = in_cache(empty_cache, part.repo, *part.files)
-    assert locate_model(entry)["target"] == folder
+    assert Located(entry)["target"] == folder
     shard = folder / "model-00002-of-00003.safetensors"
     shard.resolve().rename(
         shard.resolve().with_suffix(".incomplete")
     )  # as an interrupted run leaves it
-    found = locate_model(entry)
+    found = Located(entry)
     assert found["target"] is None
     assert found.absent["target"] == (shard.name,)
 

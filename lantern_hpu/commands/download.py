@@ -16,7 +16,7 @@ from pathlib import Path
 from lantern_hpu.commands.options import Parser, file_path
 from lantern_hpu.errors import OptionError, OutputError, exit_code
 from lantern_hpu.zoo.fetch import choose_parts, fetch_all, fetch_text
-from lantern_hpu.zoo.find import Located, draw_command, locate_model, of_folder
+from lantern_hpu.zoo.find import Located, draw_command, of_folder
 from lantern_hpu.zoo.registry import KnownModel, get
 
 INTERRUPTED = 130  # what a shell returns for it
@@ -45,12 +45,12 @@ def download_parts(name: str, only: str | None, to: Path | None, without_drafter
     other = of_folder(to) if to else None
     if other is not None and other.name != entry.name:
         raise OutputError(f"{to} holds {other.name}", "one folder, one model", "another --to")
-    located = locate_model(entry, to)
+    located = Located(entry, to)
     print(fetch_text(entry, parts, located), flush=True)
     lacking = [part for part in parts if located[part.role] is None]
     if lacking:
         fetch_all(entry, lacking, located, to)
-    print(download_summary(entry, locate_model(entry, to), to))
+    print(download_summary(entry, Located(entry, to), to))
 
 
 def download_summary(entry: KnownModel, located: Located, to: Path | None) -> str:

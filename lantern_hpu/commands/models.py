@@ -17,7 +17,7 @@ from lantern_hpu.files import amount, reading
 from lantern_hpu.models.config import ModelConfig
 from lantern_hpu.models.files.names import BUILTIN, CONFIG
 from lantern_hpu.results.tables import aligned, paragraph
-from lantern_hpu.zoo.find import Located, draw_command, locate_model
+from lantern_hpu.zoo.find import Located, draw_command
 from lantern_hpu.zoo.registry import KnownModel, Part, entries, get
 
 Facts = dict[str, Any]
@@ -61,7 +61,7 @@ def detailed_facts(entry: KnownModel) -> Facts:
 
 
 def model_facts(entry: KnownModel) -> Facts:
-    located = locate_model(entry)
+    located = Located(entry)
     return {
         "name": entry.name,
         "title": entry.title,

@@ -21,7 +21,7 @@ from lantern_hpu.methods.setting import resolve as resolve_setting
 from lantern_hpu.models.config import ModelConfig
 from lantern_hpu.models.files.load import open_model
 from lantern_hpu.models.files.names import Given, given_path
-from lantern_hpu.zoo.find import find_parts, locate_model
+from lantern_hpu.zoo.find import Located, find_parts
 from lantern_hpu.zoo.registry import get
 
 
@@ -40,7 +40,7 @@ def find_model(name: str, given: Given) -> Counted:
         return Counted(open_model(find_parts(name, given)).config)
     entry = get(name, "a folder or a weights file")
     guided = entry.sampling["cfg_scale"] != 1
-    return Counted(entry.config, locate_model(entry).get("drafter") is not None, guided)
+    return Counted(entry.config, Located(entry).get("drafter") is not None, guided)
 
 
 # ------------------------------------------------------------------------------------ devices

@@ -55,12 +55,13 @@ AUTOREGRESSIVE, PROCESSOR, DIFFUSION = "vision_language_encoder", "processor", "
 
 
 class Located(dict[str, Path | None]):
-    """Where an entry's parts are, by role: a file, else the folder with its files; None if some are missing.
+    """Where the parts of a model are, by role: in a folder with a subfolder for each, or in the Hugging Face cache.
 
-    `absent` has the missing files of each such part.
+    A file, else the folder with its files; None if some are missing: `absent` has those. A part counts only when all
+    its files are there, whole (huggingface_hub names a file when it is) and checked.
     """
 
-    def __init__(self, entry: KnownModel, folder: Path | None) -> None:
+    def __init__(self, entry: KnownModel, folder: Path | None = None) -> None:
         super().__init__()
         self.entry, self.absent = entry, dict[str, tuple[str, ...]]()
         for role, part in entry.parts.items():
@@ -126,14 +127,6 @@ def of_folder(folder: Path) -> KnownModel | None:
     return entry
 
 
-def locate_model(entry: KnownModel, folder: Path | None = None) -> Located:
-    """Where the parts of a model are: in a folder with a subfolder for each, or in the Hugging Face cache.
-
-    A part counts only when all its files are there, whole (huggingface_hub names a file when it is) and checked.
-    """
-    return Located(entry, folder)
-
-
 def look(part: Part, folder: Path | None) -> tuple[Path | None, tuple[str, ...]]:
     """Where a part is, or None and the files that are missing."""
     place = folder / part.role if folder else cached_folder(part)
@@ -145,7 +138,7 @@ def require_parts(
     entry: KnownModel, folder: Path | None = None, given: Collection[str] = ()
 ) -> Located:
     """Where the parts are, if those that drawing without a drafter needs are here, or given in their place."""
-    located = locate_model(entry, folder)
+    located = Located(entry, folder)
     lacking = [part for part in located.missing(drafting=False) if part.role not in given]
     if not lacking:
         return located

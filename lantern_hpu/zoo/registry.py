@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from lantern_hpu.errors import OptionError, choices
-from lantern_hpu.files import ASSETS, file_in, reading
+from lantern_hpu.files import ASSETS, reading
 from lantern_hpu.models.config import ModelConfig
+from lantern_hpu.models.files.names import indexed_files
 
 FILE = ASSETS / "registry.json"
 PARTS = ("target", "drafter", "vq", "text", "neighbours", "pixels")
@@ -70,10 +71,8 @@ def folder_files(folder: Path) -> list[Path]:
     for index in folder.glob("[!.]*.index.json"):
         if (folder / index.name.removesuffix(".index.json")).is_file():
             continue  # the whole file is read
-        with reading(index, "download it again") as about:
-            named = {file_in(folder, name) for name in about["weight_map"].values()}
-            if not all(file.is_file() for file in named):
-                return []
+        if not all(file.is_file() for file in indexed_files(index).values()):
+            return []
     return sorted(file for file in folder.iterdir() if file.is_file())
 
 

@@ -168,60 +168,38 @@ def head_norms(
 
 @dataclass(frozen=True)
 class Family:
-    """One family of checkpoints.
+    """One family of checkpoints: what its files are told by, and what they are made of."""
 
-    Attributes:
-        name: as the list of known models has it.
-        sampling: published settings.
-        marker: in the name of a tensor that tells it from the others.
-        rows: of its table of tokens, where they tell it. also: what else must hold of the files.
-        frame: how it frames prompts: a name of `text.frames`.
-        rename: from names of other layouts to those used here.
-        model: before the names of the network's tensors.
-        reads: what the names begin with of the tensors that are read; empty: all.
-        ignored: in the names of tensors that are not needed.
-        tokenizer: before the names of the image tokenizer's tensors, where the same file holds them.
-        normalized_codes: whether codes are used at length 1.
-        codebook: the codes' vectors, where no tokenizer is published.
-        sections: of config.json, the first that is there describes the network; "" is all of it.
-        keys: of each section, known values of those that change what is computed; files with others are refused.
-        other_keys: the same of all of config.json.
-        head_dim: where config.json does not say the number of heads.
-        sizes: of the network, where neither tensors nor config.json say them.
-        config, recipe, condition: what is read of the files, and how.
-        computed: tensors that no file holds, by the names that its recipe uses.
-        tied: whether the head is the embedding where config.json does not say.
-        generation: a file beside the weights with settings of sampling.
-        diffusion: whether pictures are made by a diffusion model of its codes and prompt.
-        states: whether another program makes pictures, of its hidden states.
-    """
-
-    name: str
-    sampling: Sampling
-    marker: str = ""
-    rows: int = 0
-    also: Callable[[Files], bool] = lambda _: True
-    frame: str = ""
-    rename: Rules = ()
-    model: str = "model."
-    reads: tuple[str, ...] = ()
-    ignored: tuple[str, ...] = (COMPUTED,)
-    tokenizer: str = ""
-    normalized_codes: bool = False
-    codebook: str = ""
+    name: str  # as the list of known models has it
+    sampling: Sampling  # published settings
+    marker: str = ""  # in the name of a tensor that tells it from the others
+    rows: int = 0  # of its table of tokens, where they tell it
+    also: Callable[[Files], bool] = lambda _: True  # what else must hold
+    frame: str = ""  # how it frames prompts: a name of `text.frames`
+    rename: Rules = ()  # from names of other layouts to those used here
+    model: str = "model."  # before the names of the network's tensors
+    reads: tuple[str, ...] = ()  # what names of tensors that are read begin with; empty: all
+    ignored: tuple[str, ...] = (COMPUTED,)  # in names of tensors that are not needed
+    tokenizer: str = ""  # before names of the image tokenizer's tensors, where the file holds it
+    normalized_codes: bool = False  # whether codes are used at length 1
+    codebook: str = ""  # the codes' vectors, where no tokenizer is published
+    # Of config.json: the first that is there describes the network, "" is all of it
     sections: tuple[str, ...] = ("",)
+    # Of each section, known values of those that change what is computed; files with others are refused
     keys: Keys = field(default_factory=lambda: LLAMA)
-    other_keys: Keys = field(default_factory=dict)
-    head_dim: int = 128
+    other_keys: Keys = field(default_factory=dict)  # the same of all of config.json
+    head_dim: int = 128  # where config.json does not say the number of heads
+    # Of the network, where neither tensors nor config.json say them
     sizes: dict[str, Any] = field(default_factory=dict)
     config: Callable[[Family, Files], TransformerConfig] = llama_config
     recipe: Callable[[Family, Files, TransformerConfig], dict[str, Source]] = llama_recipe
-    condition: Callable[[Family, Checkpoint], ConditionConfig] | None = None
+    condition: Callable[[Family, Checkpoint], ConditionConfig] | None = None  # None: of its frame
+    # Tensors that no file holds, by the names that the recipe uses
     computed: Callable[[TransformerConfig], dict[str, Tensor]] = lambda _: {}
-    tied: bool = False
-    generation: str = ""
-    diffusion: bool = False
-    states: bool = False
+    tied: bool = False  # whether the head is the embedding where config.json does not say
+    generation: str = ""  # a file next to the weights with settings of sampling
+    diffusion: bool = False  # whether a diffusion model makes pictures of its codes and prompt
+    states: bool = False  # whether another program makes pictures, of its hidden states
 
     @property
     def order(self) -> TokenOrder | None:

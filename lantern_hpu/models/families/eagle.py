@@ -49,8 +49,9 @@ class TrainedDrafter:
 
     def __init__(self, path: Path) -> None:
         self.path, self.note = path, ""
-        with reading(path / DRAFTER) as about:
-            self.config, self.fingerprint = DrafterConfig(**about["options"]), about["target"]
+        with reading(path / DRAFTER) as description:
+            self.config = DrafterConfig(**description["options"])
+            self.fingerprint = description["target"]
 
     def fill(self, drafter: Drafter, model: ImageModel, dtype: torch.dtype | None) -> str:
         """Read its weights, in the file's dtype if None is given. -> their digest"""
@@ -66,18 +67,18 @@ class PublishedDrafter:
     """A published drafter for a target of these sizes; no weight is read yet."""
 
     def __init__(self, path: Path, target: TransformerConfig) -> None:
-        self.path, self.about = path, settings_beside(path)
+        self.path, self.hf_config = path, settings_beside(path)
         self.checkpoint = open_checkpoint(path).renamed(lambda name: name.removeprefix("model."))
         self.note = self.checkpoint.note
-        if SPECULATORS in self.about:
-            self.checkpoint = of_speculators(self.checkpoint, self.about)
-            self.about = self.about["transformer_layer_config"] | self.about
+        if SPECULATORS in self.hf_config:
+            self.checkpoint = of_speculators(self.checkpoint, self.hf_config)
+            self.hf_config = self.hf_config["transformer_layer_config"] | self.hf_config
         fc = self.checkpoint.shapes.get("fc.weight")
-        biased = self.about.get("bias", SPECULATORS not in self.about)
+        biased = self.hf_config.get("bias", SPECULATORS not in self.hf_config)
         if fc and not biased and "fc.bias" not in self.checkpoint:
             self.checkpoint = self.checkpoint.beside("fc.bias", torch.zeros(fc[0]))
         with reported_as(f"{path} does not describe a model"):
-            self.config = eagle_config(self.checkpoint, self.about, target)
+            self.config = eagle_config(self.checkpoint, self.hf_config, target)
 
     def fill(self, drafter: Drafter, model: ImageModel, dtype: torch.dtype | None) -> str:
         """Read its weights, in the file's dtype if None is given. -> their digest"""
@@ -101,7 +102,7 @@ class PublishedDrafter:
             checkpoint = checkpoint.beside("embed_tokens.weight", own)
             recipe["embed.weight"] = Source.of("embed_tokens.weight")
         digest = Stored(checkpoint, recipe, BUFFERS).fill(drafter, dtype, model.target.device)
-        if not self.about.get("trusted"):
+        if not self.hf_config.get("trusted"):
             check_family(drafter, model.target, self.path)
         return digest
 
@@ -109,10 +110,10 @@ class PublishedDrafter:
 OpenedDrafter = TrainedDrafter | PublishedDrafter
 
 
-def of_speculators(checkpoint: Checkpoint, about: dict[str, Any]) -> Checkpoint:
+def of_speculators(checkpoint: Checkpoint, hf_config: dict[str, Any]) -> Checkpoint:
     """A drafter of the `speculators` package by EAGLE's own names; its type `eagle` is that of versions 0.1 to 0.4."""
-    kind = about[SPECULATORS]
-    if kind != "eagle" or about.get("layernorms"):
+    kind = hf_config[SPECULATORS]
+    if kind != "eagle" or hf_config.get("layernorms"):
         kind = kind if kind != "eagle" else "eagle with layernorms"
         why = f"it is of the type {kind!r}; of the speculators package `eagle` without layernorms is read, which its"
         why += " versions 0.1 to 0.4 write; dflash, eagle3, mtp and peagle draft otherwise"
@@ -137,7 +138,7 @@ def check_family(drafter: Drafter, target: Target, path: Path) -> None:
 
 
 def eagle_config(
-    checkpoint: Checkpoint, about: dict[str, Any], target: TransformerConfig
+    checkpoint: Checkpoint, hf_config: dict[str, Any], target: TransformerConfig
 ) -> DrafterConfig:
     """A published drafter's kind, if its width and number of tokens are those of the target."""
     for kind, pattern in OTHERS.items():
@@ -156,20 +157,20 @@ def eagle_config(
     if mine != theirs:
         why = f"its fc.weight is {list(mine or ())}, the target needs {list(theirs)}"
         raise WeightsError(what, why, FITTING)
-    block = about.get("block_size", BLOCK_SIZES.get(str(about.get("input_type"))))
+    block = hf_config.get("block_size", BLOCK_SIZES.get(str(hf_config.get("input_type"))))
     if block is not None and int(block) != target.tokens:
         why = f"it drafts images of {block} tokens, the target draws {target.tokens}"
         raise WeightsError(what, why, FITTING)
-    check_keys(checkpoint, about, LLAMA)
+    check_keys(checkpoint, hf_config, LLAMA)
     # EAGLE's, where the file has none; but Lumina-mGPT's was trained on unshifted tokens: see `DrafterConfig`
     norm = checkpoint.shapes.get("layers.0.self_attn.q_norm.weight", (target.heads,))
-    shift = about.get("drafter_shift", int(norm[0] == target.heads))
+    shift = hf_config.get("drafter_shift", int(norm[0] == target.heads))
     if shift not in (0, 1):
         what = f"the drafter {checkpoint.path} cannot be used"
         raise WeightsError(what, f"drafter_shift is {shift}", "0 or 1")
     gate = checkpoint.shapes.get("layers.0.mlp.gate_proj.weight")
     sizes = {
-        "norm_eps": float(about.get("rms_norm_eps", EPS)),
+        "norm_eps": float(hf_config.get("rms_norm_eps", EPS)),
         "ffn_dim": gate[0] if gate else target.ffn_dim,
         "qk_norm": "layers.0.self_attn.q_norm.weight" in checkpoint,
     }

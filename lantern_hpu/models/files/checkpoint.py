@@ -24,8 +24,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lantern_hpu.errors import WeightsError
-from lantern_hpu.files import check_content, check_regular, file_in, reading
-from lantern_hpu.models.files.names import PICKLES, SAFE, SCRIPT, series_of, weights_files
+from lantern_hpu.files import check_content, check_regular, reading
+from lantern_hpu.models.files.names import (
+    PICKLES,
+    SAFE,
+    SCRIPT,
+    indexed_files,
+    series_of,
+    weights_files,
+)
 from lantern_hpu.models.files.torchscript import read_torchscript
 
 SINGLES = ("model.safetensors", "pytorch_model.bin", "decoder.jit")  # in transformers' order
@@ -149,7 +156,7 @@ def open_weights_folder(folder: Path) -> Checkpoint:
         if (folder / name).is_file():
             return open_file(folder / name)
         if (folder / f"{name}.index.json").is_file():
-            return open_indexed(folder, folder / f"{name}.index.json")
+            return open_indexed(folder / f"{name}.index.json")
     files = weights_files(folder)
     if files and len({tuple(series_of(file)) or file for file in files}) == 1:
         return open_checkpoint(files[0])
@@ -157,10 +164,10 @@ def open_weights_folder(folder: Path) -> Checkpoint:
     raise WeightsError(f"{folder} holds no weights that can be distinguished", f"found {result}")
 
 
-def open_indexed(folder: Path, index: Path) -> Checkpoint:
-    with reading(index, "download it again") as about:
-        places = {unwrapped(str(n)): str(file) for n, file in about["weight_map"].items()}
-    return open_shards([file_in(folder, name) for name in sorted(set(places.values()))], places)
+def open_indexed(index: Path) -> Checkpoint:
+    files = indexed_files(index)
+    places = {unwrapped(name): file.name for name, file in files.items()}
+    return open_shards(sorted(set(files.values())), places)
 
 
 def open_shards(files: Sequence[Path], places: Mapping[str, str]) -> Checkpoint:

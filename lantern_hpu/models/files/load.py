@@ -175,16 +175,18 @@ def open_model(parts: Parts) -> Opened:
 def open_folder(parts: Parts) -> Opened:
     """A folder of ours; see `write.py`."""
     path = parts.target
-    about, config = read_config(path)
-    files = about["files"]
+    description, config = read_config(path)
+    files = description["files"]
     with reported_as(f"cannot read {path / CONFIG}"):
         for key, kind in DESCRIBED.items():
-            if not is_of(about.get(key), kind):
-                raise ValueError(f"{key} is {repr(about[key])[:60]}")
+            if not is_of(description.get(key), kind):
+                raise ValueError(f"{key} is {repr(description[key])[:60]}")
         if config.condition.frame not in FRAMES:
             raise ValueError(f"frame is {config.condition.frame!r}")
-        sampling = Sampling(**about["sampling"])
-        fastest = {device: (method, tree) for device, (method, tree) in about["fastest"].items()}
+        sampling = Sampling(**description["sampling"])
+        fastest = {
+            device: (method, tree) for device, (method, tree) in description["fastest"].items()
+        }
         for method, tree in fastest.values():
             if method not in METHODS or not is_of(tree, str | None):
                 raise ValueError(f"fastest names {method!r} with the tree {tree!r}")
@@ -202,18 +204,18 @@ def open_folder(parts: Parts) -> Opened:
         return Stored(open_checkpoint(path / name), digest=files.get(name))
 
     def weights() -> Weights:
-        check_sums(path, about)
+        check_sums(path, description)
         return Weights(
             stored(TARGET),
             other_vq or (stored(VQ) if config.vq else None),
             stored(DRAFTER_WEIGHTS) if config.drafter else None,
             files,
-            about.get("fingerprint"),
+            description.get("fingerprint"),
             path / NEIGHBOURS if NEIGHBOURS in files else None,
         )
 
-    pixels = parts.pixels or (Path(about["pixels"]) if about.get("pixels") else None)
-    name, notes = about.get("name") or path.name, tuple(about.get("notes") or ())
+    pixels = parts.pixels or (Path(description["pixels"]) if description.get("pixels") else None)
+    name, notes = description.get("name") or path.name, tuple(description.get("notes") or ())
     return Opened(parts, name, config, code_pixels, sampling, weights, pixels, fastest, notes)
 
 

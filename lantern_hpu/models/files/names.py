@@ -109,6 +109,13 @@ def series_of(path: Path) -> list[str]:
     return [f"{stem}{i:0{len(number)}d}{of}{count}{ending}" for i in range(1, int(count) + 1)]
 
 
+def indexed_files(index: Path) -> dict[str, Path]:
+    """The file of each tensor, by an index of the Hugging Face layout."""
+    with reading(index, "download it again") as content:
+        places = content["weight_map"].items()
+        return {str(name): file_in(index.parent, file) for name, file in places}
+
+
 def weights_files(folder: Path) -> list[Path]:
     return sorted(file for file in folder.iterdir() if is_weights(file) and file.is_file())
 
@@ -119,15 +126,15 @@ def how_to_renew(folder: Path) -> str:
 
 def read_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
     """`model.json` of a folder whose files are all there, and its sizes."""
-    with reading(folder / CONFIG) as about:
-        config = ModelConfig.from_json(about)
-        if not isinstance(about["files"], dict):
+    with reading(folder / CONFIG) as description:
+        config = ModelConfig.from_json(description)
+        if not isinstance(description["files"], dict):
             raise ValueError("its files have no checksums")
-        missing = [name for name in about["files"] if not file_in(folder, name).is_file()]
+        missing = [name for name in description["files"] if not file_in(folder, name).is_file()]
     if missing:
         hint = how_to_renew(folder)
         raise WeightsError(f"files are missing in {folder}", ", ".join(missing), hint)
-    return about, config
+    return description, config
 
 
 def check_sums(folder: Path, config: dict[str, Any]) -> None:

@@ -62,7 +62,7 @@ class Frame:
     takes_negative = False  # whether guidance subtracts words that a user may choose
     tokenizer = ""  # of which other model it is, where the family's files hold none
     closes: int | None = None  # what follows a picture, where its hidden state is of use
-    settings = ""  # a file beside the tokenizer that it reads as well
+    settings = ""  # a file next to the tokenizer that it reads as well
     first, image = "", ""  # names of the tokens that begin a prompt and a picture
     opening, ending = "", ""  # the template around the words of a prompt
     negative = ""  # what guidance subtracts where a user who may choose it did not
@@ -228,8 +228,8 @@ class Lumina2Frame(LuminaFrame):
         file = self.where / self.settings
         if not file.is_file():
             return [self.id[self.END]]
-        with reading(file) as about:
-            named = about.get("bos_token") or about.get("eos_token") or self.END
+        with reading(file) as settings:
+            named = settings.get("bos_token") or settings.get("eos_token") or self.END
             return [self.vocabulary[named["content"] if isinstance(named, dict) else named]]
 
     def image_tokens(self) -> list[int]:

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from lantern_hpu.errors import WeightsError, needing
-from lantern_hpu.files import check_content, file_in, reading
+from lantern_hpu.files import check_content, reading
 from lantern_hpu.models.config import T5Config
 from lantern_hpu.models.files.checkpoint import SINGLES, open_checkpoint
-from lantern_hpu.models.files.names import weights_files
+from lantern_hpu.models.files.names import indexed_files, weights_files
 from lantern_hpu.models.text.prefix import TextConditioner, TextFeatures
 from lantern_hpu.ops.buffers import ToDevice, to_device
 
@@ -151,9 +151,9 @@ class T5Conditioner(TextConditioner):
         # A server encodes in one thread, reads what is known in another, and counts tokens in a third
         self._encoding = threading.Lock()  # of the encoder
         self._lock = threading.Lock()  # of the tokenizer and of what is known: never held for long
-        with reading(folder / "config.json", HINT) as about:
-            T5Config.from_json(about)  # before a library allocates what it asks for
-            self.width = int(about["d_model"])  # C
+        with reading(folder / "config.json", HINT) as hf_config:
+            T5Config.from_json(hf_config)  # before a library allocates what it asks for
+            self.width = int(hf_config["d_model"])  # C
         # Missing packages show now, not after the image model is loaded.
         with needing("transformers", "it encodes captions"):
             import transformers
@@ -304,8 +304,7 @@ def _missing_weights(folder: Path) -> list[str]:
             return []
         index = folder / f"{name}.index.json"
         if index.is_file():
-            with reading(index, HINT) as about:
-                parts = {file_in(folder, part) for part in about["weight_map"].values()}
+            parts = set(indexed_files(index).values())
             return sorted(part.name for part in parts if not part.is_file())
     return [" or ".join(SINGLES)]
 
