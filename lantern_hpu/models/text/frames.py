@@ -63,7 +63,9 @@ class Frame:
     tokenizer = ""  # of which other model it is, where the family's files hold none
     closes: int | None = None  # what follows a picture, where its hidden state is of use
     settings = ""  # a file next to the tokenizer that it reads as well
-    first, image = "", ""  # names of the tokens that begin a prompt and a picture
+    # Tokens in front of a prompt and behind it, by their names in `special` or their ids; the last begins the picture
+    first: tuple[str | int, ...] = ()
+    image: tuple[str | int, ...] = ()
     opening, ending = "", ""  # the template around the words of a prompt
     negative = ""  # what guidance subtracts where a user who may choose it did not
 
@@ -98,12 +100,15 @@ class Frame:
         order = self.order or TokenOrder(())
         return set(order.tokens(rows)[: self.config.vocab_size])
 
+    def ids_of(self, tokens: tuple[str | int, ...]) -> list[int]:
+        return [self.id[token] if isinstance(token, str) else token for token in tokens]
+
     def tokens_before(self) -> list[int]:
-        return [self.id[self.first]] if self.first else []
+        return self.ids_of(self.first)
 
     def tokens_after(self) -> list[int]:
-        """What follows a prompt, with the picture's size where that is said."""
-        return [self.id[self.image]]
+        """What follows a prompt, with the picture's size where the frame names it."""
+        return self.ids_of(self.image)
 
     def sized(self, config: TransformerConfig) -> Frame:
         """The same of pictures and prefixes of other sizes."""
@@ -152,18 +157,14 @@ class AnoleFrame(Frame):
     family = "Chameleon"
     order: TokenOrder = TokenOrder(((FIRST_IMAGE_TOKEN, 65536),))
     pad = 1
+    first = (0,)
+    image: tuple[str | int, ...] = (8710, 8197)
 
     def check_tokens(self) -> None:
         """Code c must be token c + 4 as well, by the names of the tokens."""
         for code in range(self.config.codes):
             self.token(code_name(code), code + FIRST_IMAGE_TOKEN)
         super().check_tokens()
-
-    def tokens_before(self) -> list[int]:
-        return [0]
-
-    def tokens_after(self) -> list[int]:
-        return [8710, 8197]
 
     def without(self, ids: list[int], negative: str | None = None) -> list[int]:
         return [0, 8197]
@@ -181,16 +182,13 @@ class LuminaFrame(AnoleFrame):
 
     def tokens_after(self) -> list[int]:
         """What begins the picture, then the tokens of height and width, which go by their names."""
-        found = self.image_tokens()
+        found = super().tokens_after()
         for pixels in self.size:
             token = self.vocabulary.get(f"<reserved{8800 + pixels // self.PATCH:05d}>")
             if token is None:
                 raise OptionError(f"no {self.family} draws {pixels} pixels", "no token says them")
             found.append(token)
         return found
-
-    def image_tokens(self) -> list[int]:
-        return super().tokens_after()
 
     @property
     def size(self) -> tuple[int, int]:
@@ -214,10 +212,11 @@ class Lumina2Frame(LuminaFrame):
     PIXELS = 8
     settings = "tokenizer_config.json"
     END, TURN = "<|endoftext|>", "<reserved08706>"
-    IMAGE, ROW_END = 151665, 151670  # what begins an image, and what closes a row of it
+    ROW_END = 151670  # closes a row
     CODES = (155000, 171384)  # from and to
     LEAST_SCALE = 4.0  # of its authors' guidance, which falls to it as a picture is drawn
     special = {END: None, TURN: None}
+    image = (TURN, 151665)
     order: TokenOrder = TokenOrder((CODES, (ROW_END, ROW_END + 1)))
     pad = 0
 
@@ -231,9 +230,6 @@ class Lumina2Frame(LuminaFrame):
         with reading(file) as settings:
             named = settings.get("bos_token") or settings.get("eos_token") or self.END
             return [self.vocabulary[named["content"] if isinstance(named, dict) else named]]
-
-    def image_tokens(self) -> list[int]:
-        return [self.id[self.TURN], self.IMAGE]
 
     def scale_notes(self, scale: float) -> list[str]:
         if scale in (1.0, self.LEAST_SCALE):
@@ -250,8 +246,8 @@ class JanusFrame(Frame):
     """
 
     family = "Janus"
-    first, PAD, image = "<｜begin▁of▁sentence｜>", "<｜▁pad▁｜>", "<begin_of_image>"
-    special = dict.fromkeys((first, PAD, image))
+    first, PAD, image = ("<｜begin▁of▁sentence｜>",), "<｜▁pad▁｜>", ("<begin_of_image>",)
+    special = dict.fromkeys((*first, PAD, *image))
     opening, ending = "<|User|>: ", "\n\n<|Assistant|>:"
 
     def text(self, prompt: str) -> str:
@@ -265,16 +261,17 @@ class Emu3Frame(Frame):
     """The prompt and words of praise, then the size of the picture in codes; guidance subtracts a negative prompt."""
 
     family = "Emu3"
-    first, START, image = "<|extra_203|>", "<|image start|>", "<|image token|>"
+    START, IMAGE = "<|image start|>", "<|image token|>"
+    first = ("<|extra_203|>",)
     ending = " masterpiece, film grained, best quality."
     negative = (
         "lowres, bad anatomy, bad hands, text, error, missing fingers, extra digit, fewer digits, cropped, worst "
         "quality, low quality, normal quality, jpeg artifacts, signature, watermark, username, blurry."
     )
     special = {
-        first: 151849,
+        "<|extra_203|>": 151849,
         START: None,
-        image: None,
+        IMAGE: None,
         "<|extra_200|>": 151846,  # what closes a row
         "<|visual token 000000|>": 151854,
         "<|visual token 032767|>": 184621,
@@ -284,20 +281,20 @@ class Emu3Frame(Frame):
 
     def tokens_after(self) -> list[int]:
         rows, columns = self.config.grid
-        return [self.id[self.START], *self.words(f"{rows}*{columns}"), self.id[self.image]]
+        return [self.id[self.START], *self.words(f"{rows}*{columns}"), self.id[self.IMAGE]]
 
 
 class SimpleArFrame(Frame):
     """A sentence between two tokens; guidance subtracts a negative prompt, with its own length and positions."""
 
     family = "SimpleAR"
-    first, image = "<|t2i|>", "<|soi|>"
+    first, image = ("<|t2i|>",), ("<|soi|>",)
     opening = "A highly realistic image of "
     negative = (
         "An image of aerial view, overexposed, low quality, deformation, a poor composition, bad hands, bad teeth, "
         "bad eyes, bad limbs, distortion"
     )
-    special = {first: 151665, image: 151667}
+    special = {"<|t2i|>": 151665, "<|soi|>": 151667}
     order: TokenOrder = TokenOrder(((151672, 215672),))
     takes_negative = True
 
