@@ -430,9 +430,10 @@ class EngineCache:
         Raises a DeviceError where the host has too little memory for it.
         """
         model = self.model
-        check_batch(model.config, spec, self.backend, dtype_name(model.target.dtype))
-        table, codes = model.code_tables(spec.neighbours, spec.ranks)
         drafter = drafter or model.drafter
+        config = replace(model.config, drafter=drafter and drafter.drafter_config)
+        check_batch(config, spec, self.backend, dtype_name(model.target.dtype))
+        table, codes = model.code_tables(spec.neighbours, spec.ranks)
         fit = self.fit if mode is None else replace(self.fit, graphs=mode)
         return Engine(model.target, drafter, spec, fit, table, codes)
 
