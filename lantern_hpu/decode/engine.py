@@ -431,7 +431,8 @@ class EngineCache:
         """
         model = self.model
         drafter = drafter or model.drafter
-        config = replace(model.config, drafter=drafter and drafter.drafter_config)
+        drafts = None if drafter is None else drafter.drafter_config
+        config = replace(model.config, drafter=drafts)
         check_batch(config, spec, self.backend, dtype_name(model.target.dtype))
         table, codes = model.code_tables(spec.neighbours, spec.ranks)
         fit = self.fit if mode is None else replace(self.fit, graphs=mode)
