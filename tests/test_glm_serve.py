@@ -125,3 +125,11 @@ def test_sizes_that_cannot_be_served_end_the_command_before_weights_are_read(
     monkeypatch.setattr(Opened, "load", lambda *_: pytest.fail("weights were read"))
     assert serve.main(["--model", str(folder), "--sizes", sizes, "--port", "0"]) == 2
     assert why in capsys.readouterr().err
+
+
+def test_a_model_of_one_size_has_no_others(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Opened, "load", lambda *_: pytest.fail("weights were read"))
+    assert serve.main(["--sizes", "64x64", "--port", "0"]) == 2
+    assert "generates one size" in capsys.readouterr().err

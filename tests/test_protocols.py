@@ -360,30 +360,6 @@ def test_pictures_of_several_sizes_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_preset_lantern_scores_a_run_with_clip(
-    model: Path, captions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    clip, out = tiny_clip(tmp_path / "clip"), tmp_path / "out"
-    common = (
-        f"--model {model} --preset lantern --prompts-file {captions} --metrics clip --rounds 10"
-    )
-    command = f"{common} --clip {clip} --top-k 0 --method ar,eagle --output {out}".split()
-    assert main(command) == 0
-    found = json.loads((out / "evaluation.json").read_text())
-    assert [row["row"] for row in found["rows"]] == ["ar", "eagle", "ar, other seeds"]
-    assert all(-1 <= row["clip"] <= 1 for row in found["rows"])
-    assert found["settings"]["sampling"]["cfg_scale"] == 7.5
-    assert (out / "pictures/ar/000000000139.png").exists()
-    again = ["--folder", f"mine={out / 'pictures/ar'}"]
-    assert main([*command, *again]) == 0
-    rows = {row["row"]: row for row in json.loads((out / "evaluation.json").read_text())["rows"]}
-    assert rows["mine"]["clip"] == rows["ar"]["clip"] and "tokens_per_step" not in rows["mine"]
-    capsys.readouterr()
-    assert main([*command, "--folder", f"mine={captions.parent / 'clip'}"]) == 2
-    assert "2 of 2 are missing" in capsys.readouterr().err
-
-
-@pytest.mark.slow
 def test_preset_lantern_scores_a_run_with_random_networks(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -417,7 +393,9 @@ def test_preset_lantern_scores_a_run_with_random_networks(
 
 
 @pytest.mark.slow
-def test_preset_lantern_scores_a_synthetic_llamagen(tmp_path: Path) -> None:
+def test_preset_lantern_scores_a_synthetic_llamagen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The published format, T5 and drafter, drawn by two of the preset's rows; CLIP by transformers."""
     from scripts.checkpoints import synthetic
 
@@ -430,7 +408,7 @@ def test_preset_lantern_scores_a_synthetic_llamagen(tmp_path: Path) -> None:
     ]
     file.write_text(json.dumps({"annotations": entries}))
     model = f"--model {tmp_path / 'public/llamagen-t2i-256'} --preset lantern --metrics clip"
-    rows = "--method ar,lantern++:lambda-5 --tree chain"
+    rows, relaxed = "--method ar,lantern++:lambda-5 --tree chain", "lantern++:lambda-5@chain"
     rest = (
         f"--prompts-file {file} --clip {clip} --rounds 4 --no-floor --batch-size 2 --output {out}"
     )
@@ -442,11 +420,17 @@ def test_preset_lantern_scores_a_synthetic_llamagen(tmp_path: Path) -> None:
         "top_k": 1000,
         "top_p": 1.0,
     }
-    by_name = {row["row"]: row for row in found["rows"]}
-    assert list(by_name) == ["ar", "lantern++:lambda-5"]
+    command = f"{model} {rows} {rest} --folder mine="
+    assert main(f"{command}{out / 'pictures/ar'}".split()) == 0
+    by_name = {row["row"]: row for row in json.loads((out / "evaluation.json").read_text())["rows"]}
+    mine = by_name.pop("mine")
+    assert mine["clip"] == by_name["ar"]["clip"] and "tokens_per_step" not in mine
+    assert main(f"{command}{clip}".split()) == 2
+    assert "2 of 2 are missing" in capsys.readouterr().err
+    assert list(by_name) == ["ar", relaxed]
     assert all(-1 <= row["clip"] <= 1 for row in by_name.values())
-    assert by_name["ar"]["tokens_per_step"] == 1 < by_name["lantern++:lambda-5"]["tokens_per_step"]
-    assert by_name["lantern++:lambda-5"]["relaxation"]["bound"] == 5
+    assert by_name["ar"]["tokens_per_step"] == 1 < by_name[relaxed]["tokens_per_step"]
+    assert by_name[relaxed]["relaxation"]["bound"] == 5
     for picture in sorted((out / "pictures").rglob("*.png")):
         assert Image.open(picture).size == (256, 256)
     assert {p.name for p in (out / "pictures/ar").glob("*.png")} == {
