@@ -117,7 +117,7 @@ def test_what_needs_a_tokenizer_says_so(
     bare, tokens = without_tokenizer(public, tmp_path), ("--save-tokens", tmp_path / "x.npz")
     shutil.rmtree(bare / "vq_distances")
     for more, said in (
-        ([], "the VQ tokenizer (--vq"),
+        ([], "the VQ tokenizer ("),
         ([*tokens, "--grid"], "try: leave them out, or --vq FILE where"),
         ([*tokens, "--preview-every", "1"], "need pictures"),
         ([*tokens, "--method", "lantern++"], "which codes are neighbours is not known"),
