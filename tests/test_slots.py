@@ -267,13 +267,6 @@ def test_resume_refuses_images_of_other_settings(
     assert folder_run(model, tmp_path, "--resume", "--grid") == 2
 
 
-def test_report_names_each_file_in_the_order_of_the_prompts(model: Path, tmp_path: Path) -> None:
-    assert folder_run(model, tmp_path / "out", "--report", tmp_path / "r.json") == 0
-    rows = json.loads((tmp_path / "r.json").read_text())["images"]
-    assert [row["prompt"] for row in rows] == ["red", "cat", "blue", "apple"]
-    assert all(Path(row["file"]).exists() for row in rows)
-
-
 def test_what_a_recording_returns_lies_in_the_state(models: Models) -> None:
     """Memory of a recording may be used again by the next one, before the host has read the result."""
     requests = images()
