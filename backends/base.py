@@ -322,6 +322,12 @@ class Backend(ABC):
             dtype, sizes: what the models compute in, and the target's sizes, in which they have to agree; if not given,
                 the best one, and sizes of the device's own choice.
         """
+        if choice == "plain":
+            return PLAIN
+        return self.own_kernels(dtype or self.number_format("auto")[0], sizes)
+
+    def own_kernels(self, dtype: torch.dtype, sizes: Sizes | None) -> Kernels:
+        """The fastest forms that agree with the plain ones here."""
         return PLAIN
 
     def candidates(self, dtype: torch.dtype) -> dict[str, Candidate]:

@@ -250,11 +250,7 @@ class CPUBackend(Backend):
             why += ", but this processor lacks it natively: half the memory, slower than float32"
         return dtype, why
 
-    def kernels(
-        self, choice: str = "auto", dtype: torch.dtype | None = None, sizes: Sizes | None = None
-    ) -> Kernels:
-        if choice == "plain":
-            return PLAIN
+    def own_kernels(self, dtype: torch.dtype, sizes: Sizes | None) -> Kernels:
         return native_kernels() if native.isa() else IN_ORDER
 
     def fit(self, config: Sizes, options: DeviceOptions) -> Fit:

@@ -15,7 +15,7 @@ from lantern_hpu.backends import QUANTIZED, DraftingDefaults
 from lantern_hpu.backends.base import Backend, Memory, Transfers
 from lantern_hpu.backends.candidates import Candidate
 from lantern_hpu.errors import Arg, DeviceError, shell, words
-from lantern_hpu.ops.kernels import PLAIN, Kernels, Sizes
+from lantern_hpu.ops.kernels import Kernels, Sizes
 
 # ------------------------------------------------------------------------------------------ dtypes
 
@@ -112,14 +112,10 @@ class CUDABackend(Backend):
             torch.cuda.reset_peak_memory_stats()
         return memory
 
-    def kernels(
-        self, choice: str = "auto", dtype: torch.dtype | None = None, sizes: Sizes | None = None
-    ) -> Kernels:
-        if choice == "plain":
-            return PLAIN
+    def own_kernels(self, dtype: torch.dtype, sizes: Sizes | None) -> Kernels:
         from lantern_hpu.backends.cuda.kernels import triton_kernels
 
-        return triton_kernels(self.device, dtype or self.number_format("auto")[0])
+        return triton_kernels(self.device, dtype)
 
     def candidates(self, dtype: torch.dtype) -> dict[str, Candidate]:
         from lantern_hpu.backends.cuda.kernels import triton_candidates

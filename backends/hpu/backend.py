@@ -18,7 +18,7 @@ from lantern_hpu.backends.hpu import env as hpu_env
 from lantern_hpu.backends.hpu import errors as hpu_errors
 from lantern_hpu.backends.hpu.env import ROOT
 from lantern_hpu.ops import kernels
-from lantern_hpu.ops.kernels import PLAIN, Kernels, Sizes
+from lantern_hpu.ops.kernels import Kernels, Sizes
 
 MASK_BYTES = 2**31  # FusedSDPA wraps in a larger mask (vllm-gaudi 1749)
 KEPT, NODES = 320, 26  # positions and tree nodes that kernels are judged with
@@ -126,12 +126,8 @@ class HPUBackend(Backend):
             self.hpu.reset_peak_memory_stats()
         return memory
 
-    def kernels(
-        self, choice: str = "auto", dtype: torch.dtype | None = None, sizes: Sizes | None = None
-    ) -> Kernels:
-        if choice != "auto":
-            return PLAIN
-        return hpu_kernels(self, dtype or self.number_format("auto")[0], sizes)
+    def own_kernels(self, dtype: torch.dtype, sizes: Sizes | None) -> Kernels:
+        return hpu_kernels(self, dtype, sizes)
 
     def candidates(self, dtype: torch.dtype) -> dict[str, Candidate]:
         return hpu_candidates(self, dtype)

@@ -265,10 +265,7 @@ def _decide(mode: str, flag: str | None) -> tuple[bool, str]:
     if fits_any_torch():
         return True, "HPU graphs need lazy mode"
     if not is_fork(torch):
-        return (
-            False,
-            f"lazy mode needs Gaudi's own build of torch (+git, +hpu), and {torch} is none",
-        )
+        return False, f"torch {torch} is not Gaudi's own build (+git, +hpu): no lazy mode"
     if missing := missing_library(torch, lazy=True):
         return False, f"the plugin lacks {missing}, which lazy mode needs"
     return True, f"torch {torch} is Gaudi's own build, which lazy mode and its HPU graphs need"
@@ -281,10 +278,7 @@ def _running_lazy() -> bool | None:
     """
     if f"{ROOT}.torch.hpu" not in sys.modules:
         return None
-    internal = sys.modules.get(f"{ROOT}.torch.utils.internal") or import_module(
-        f"{ROOT}.torch.utils.internal"
-    )
-    return bool(internal.is_lazy())
+    return bool(import_module(f"{ROOT}.torch.utils.internal").is_lazy())
 
 
 def _name(lazy: bool) -> str:
