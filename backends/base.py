@@ -186,7 +186,7 @@ class Transfers:
 
 
 @dataclass(frozen=True)
-class Fit:
+class DevicePlan:
     """How a model runs on a device.
 
     Attributes:
@@ -208,7 +208,7 @@ class Fit:
         """Of a number in a matrix of the model."""
         return self.dtype.itemsize
 
-    def lay_out(self, modules: Sequence[nn.Module]) -> Fit:
+    def lay_out(self, modules: Sequence[nn.Module]) -> DevicePlan:
         """Bring the linear layers of loaded modules into the layout, in place. -> with the layout that was taken
 
         Raises:
@@ -271,7 +271,7 @@ class Backend(ABC):
         """How a target of so many parameters drafts here where nothing else was measured or asked for."""
         return ACCELERATOR
 
-    def fit(self, config: Sizes, options: DeviceOptions) -> Fit:
+    def fit(self, config: Sizes, options: DeviceOptions) -> DevicePlan:
         """How a model of these sizes runs here, as the options ask.
 
         Raises:
@@ -288,7 +288,7 @@ class Backend(ABC):
         dtype, why = self.number_format(options.dtype, config.parameters)
         kernels = self.kernels(options.kernels, dtype, config)
         decided = {"dtype": f"{dtype_name(dtype)}: {why}"}
-        return Fit(self, dtype, self.graph_mode(options.graphs), kernels, decided=decided)
+        return DevicePlan(self, dtype, self.graph_mode(options.graphs), kernels, decided=decided)
 
     def check_offers(self, what: str, asked: str, offered: Iterable[str]) -> None:
         """Raise a DeviceError unless the device offers what is asked for."""

@@ -18,7 +18,7 @@ from PIL import Image
 
 import lantern_hpu
 from lantern_hpu.backends import DeviceOptions, DraftingDefaults
-from lantern_hpu.backends.base import Fit, dtype_name, own_defaults
+from lantern_hpu.backends.base import DevicePlan, dtype_name, own_defaults
 from lantern_hpu.core import Event, ImageRecord, Request, RunStats
 from lantern_hpu.decode.batch import Batch
 from lantern_hpu.decode.engine import Engine, EngineCache
@@ -56,7 +56,7 @@ class ImageGenerator:
     def __init__(
         self,
         model: ImageModel,
-        fit: Fit,
+        fit: DevicePlan,
         options: DeviceOptions = DeviceOptions(),
         given: Given = Given(),
     ) -> None:

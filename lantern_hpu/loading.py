@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from lantern_hpu.backends import DeviceOptions, get_backend
-from lantern_hpu.backends.base import Fit, own_defaults
+from lantern_hpu.backends.base import DevicePlan, own_defaults
 from lantern_hpu.decode.memory import check_room
 from lantern_hpu.errors import OptionError, OutputError
 from lantern_hpu.models.diffusion import check_diffusers, check_diffusion_folder
@@ -43,7 +43,7 @@ def load_model(
     pictures: bool = True,
     size: tuple[int, int] | None = None,
     check: Check | None = None,
-) -> tuple[ImageModel, Fit]:
+) -> tuple[ImageModel, DevicePlan]:
     """Load a model; what can be refused is refused before its weights are read.
 
     Args: see `LanternPipeline.from_pretrained`.

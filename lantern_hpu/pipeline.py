@@ -18,7 +18,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from lantern_hpu.backends import DeviceOptions
-from lantern_hpu.backends.base import Fit, dtype_name, own_defaults
+from lantern_hpu.backends.base import DevicePlan, dtype_name, own_defaults
 from lantern_hpu.core import Event, Request, Sampling, size_of
 from lantern_hpu.decode.pixels import hidden_states
 from lantern_hpu.decode.spec import batch_size_for
@@ -61,7 +61,7 @@ class LanternPipeline(ImageGenerator):
     def __init__(
         self,
         model: ImageModel,
-        fit: Fit,
+        fit: DevicePlan,
         options: DeviceOptions = DeviceOptions(),
         given: Given = Given(),
     ) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from gaudi_emulator import emulate
 from gaudi_emulator.lint.rules import Finding
 from lantern_hpu.backends import get_backend
-from lantern_hpu.backends.base import Fit
+from lantern_hpu.backends.base import DevicePlan
 from lantern_hpu.backends.hpu.env import RELEASES
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.tree import DraftTree
@@ -28,7 +28,7 @@ def engine_on(backend: Any, mode: str) -> Engine:
     target, drafter = tiny_models(SMALL)
     spec = spec_for(AR, requests(), config=SMALL)
     device = backend.device
-    fit = Fit(backend, target.dtype, mode)
+    fit = DevicePlan(backend, target.dtype, mode)
     return Engine(target.to(device), drafter.to(device), spec, fit)
 
 

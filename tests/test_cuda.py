@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lantern_hpu.backends import DEVICE_VARIABLE, card_of, get_backend
-from lantern_hpu.backends.base import Fit
+from lantern_hpu.backends.base import DevicePlan
 from lantern_hpu.backends.cuda.backend import CUDABackend
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.errors import CaptureError, DeviceError
@@ -291,7 +291,11 @@ def on_card(tree: str, mode: str, requests: list[Any]) -> Engine:
     spec = spec_for(load_static(tree), requests)
     near = ring(target.config.vocab_size).cuda() if spec.neighbours else None
     return Engine(
-        target.cuda(), drafter.cuda(), spec, Fit(get_backend("cuda"), target.dtype, mode), near
+        target.cuda(),
+        drafter.cuda(),
+        spec,
+        DevicePlan(get_backend("cuda"), target.dtype, mode),
+        near,
     )
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lantern_hpu import cli
 from lantern_hpu.backends import get_backend
-from lantern_hpu.backends.base import Fit
+from lantern_hpu.backends.base import DevicePlan
 from lantern_hpu.commands import convert, generate
 from lantern_hpu.core import Request, Sampling
 from lantern_hpu.errors import OptionError, WeightsError
@@ -669,7 +669,7 @@ def test_a_drafter_learns_and_drafts(public: Path, name: str) -> None:
     assert bool((overlap >= 0).all() and (overlap <= 1).all())
     model.drafter = drafter.requires_grad_(False).eval()
     model.config = replace(model.config, drafter=DrafterConfig())
-    pipeline = LanternPipeline(model, Fit(get_backend("cpu"), model.target.dtype))
+    pipeline = LanternPipeline(model, DevicePlan(get_backend("cpu"), model.target.dtype))
     requests = [Request(p, 0, Sampling(3.0, 0.0)) for p in PROMPTS[:2]]
     drawn = [
         pipeline.draw(requests, pipeline.resolve(Setting.of(method, tree=tree))).tokens

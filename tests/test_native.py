@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lantern_hpu import LanternPipeline
-from lantern_hpu.backends.base import Fit
+from lantern_hpu.backends.base import DevicePlan
 from lantern_hpu.backends.cpu import native
 from lantern_hpu.backends.cpu.backend import CPUBackend
 from lantern_hpu.backends.cpu.native import NativeDecoder, NativeLinear, open_library
@@ -427,7 +427,7 @@ def test_an_engine_draws_the_same_with_either_order(tree: str | None, mode: str)
     requests = [request("abcd", seed) for seed in range(2)]
     engines: list[Engine] = []
     for by_head in (False, True):
-        fit = Fit(CPUBackend(), torch.bfloat16, mode, keys_by_head=by_head)
+        fit = DevicePlan(CPUBackend(), torch.bfloat16, mode, keys_by_head=by_head)
         engines.append(Engine(*models, spec_for(drafted, requests), fit))
         assert engines[-1].state.kv_cache.layers[0].k.is_contiguous() is not by_head
     tokens = [draw(engine, requests).tokens.tolist() for engine in engines]
@@ -470,9 +470,9 @@ def test_idle_slots_of_a_server_take_no_part(monkeypatch: pytest.MonkeyPatch) ->
     native.pack_model(models)
     requests = [request("abcd", seed) for seed in range(2)]
     spec = spec_for(load_tree("scd:4"), requests)
-    closed = draw(Engine(*models, spec, Fit(CPUBackend(), torch.float32)), requests).tokens
+    closed = draw(Engine(*models, spec, DevicePlan(CPUBackend(), torch.float32)), requests).tokens
     eight = replace(spec, images=8, open=True)
-    engine = Engine(*models, eight, Fit(CPUBackend(), torch.float32))
+    engine = Engine(*models, eight, DevicePlan(CPUBackend(), torch.float32))
     engine.warm_up()
     monkeypatch.setattr(NativeDecoder, "decode", counted)
     tokens = draw(engine, requests).tokens

@@ -17,7 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lantern_hpu.backends import get_backend, host
-from lantern_hpu.backends.base import Fit
+from lantern_hpu.backends.base import DevicePlan
 from lantern_hpu.commands import generate
 from lantern_hpu.decode import memory
 from lantern_hpu.decode.spec import Spec
@@ -86,7 +86,7 @@ def model(request: pytest.FixtureRequest, models: dict[int, ImageModel]) -> Imag
 
 def pipelines(*models: ImageModel, mode: str = "eager") -> list[LanternPipeline]:
     backend = get_backend("cpu")
-    return [LanternPipeline(m, Fit(backend, m.target.dtype, mode)) for m in models]
+    return [LanternPipeline(m, DevicePlan(backend, m.target.dtype, mode)) for m in models]
 
 
 def features(model: ImageModel) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lantern_hpu.backends import get_backend
-from lantern_hpu.backends.base import Fit
+from lantern_hpu.backends.base import DevicePlan
 from lantern_hpu.core import Request, Sampling
 from lantern_hpu.decode.batch import Batch
 from lantern_hpu.decode.engine import Engine
@@ -139,7 +139,7 @@ def make_engine(models: Models, spec: Spec, mode: str = "eager") -> Engine:
     size = target.config.vocab_size
     near = ring(size) if spec.neighbours else None
     codes = circle(size) if spec.ranks else None
-    fit = Fit(get_backend("cpu"), target.dtype, mode)
+    fit = DevicePlan(get_backend("cpu"), target.dtype, mode)
     return Engine(target, drafter, spec, fit, near, codes)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lantern_hpu.backends import LARGE_PARAMETERS, QUANTIZED, DeviceOptions, DraftingDefaults, host
-from lantern_hpu.backends.base import Backend, Fit, Memory, StepTuner
+from lantern_hpu.backends.base import Backend, DevicePlan, Memory, StepTuner
 from lantern_hpu.backends.cpu import native
 from lantern_hpu.backends.cpu.native.sampling import native_kernels
 from lantern_hpu.errors import Arg, DeviceError, words
@@ -158,7 +158,7 @@ WINDOW, BF16_WINDOW = 2, 5
 
 
 @dataclass(frozen=True)
-class CPUFit(Fit):
+class CPUPlan(DevicePlan):
     """The native decoder where it can be had; as many threads as are asked for, or as are fastest by the clock."""
 
     threads: int = 0
@@ -168,7 +168,7 @@ class CPUFit(Fit):
     def weight_bytes(self) -> int:
         return torch.float16.itemsize if self.halved else self.dtype.itemsize
 
-    def lay_out(self, modules: Sequence[nn.Module]) -> Fit:
+    def lay_out(self, modules: Sequence[nn.Module]) -> DevicePlan:
         why_plain = "asked for"
         if self.layout != "plain":
             why_plain = COMPILED if self.graphs == "compile" else native.why_unsupported(modules)
@@ -253,11 +253,11 @@ class CPUBackend(Backend):
     def own_kernels(self, dtype: torch.dtype, sizes: Sizes | None) -> Kernels:
         return native_kernels() if native.isa() else IN_ORDER
 
-    def fit(self, config: Sizes, options: DeviceOptions) -> Fit:
+    def fit(self, config: Sizes, options: DeviceOptions) -> DevicePlan:
         found = vars(super().fit(config, options)) | {"layout": options.layout}
         if found["graphs"] == "compile" and found["kernels"] is not PLAIN:
             found["kernels"] = IN_ORDER
-        return CPUFit(**found, threads=options.threads)
+        return CPUPlan(**found, threads=options.threads)
 
     def memory(self, reset_peak: bool = False) -> Memory:
         return Memory(host.total_bytes(), host.available_bytes(), host.peak_resident_bytes())

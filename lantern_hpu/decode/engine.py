@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from lantern_hpu.backends.base import Fit, dtype_name, own_defaults
+from lantern_hpu.backends.base import DevicePlan, dtype_name, own_defaults
 from lantern_hpu.core import ImageRecord, Request
 from lantern_hpu.decode.common import Drafts, sampling_params
 from lantern_hpu.decode.drafting.base import Drafting
@@ -81,7 +81,7 @@ class Engine:
         target: Target,
         drafter: Drafter | None,
         spec: Spec,
-        fit: Fit,
+        fit: DevicePlan,
         neighbours: Tensor | None = None,
         codes: Tensor | None = None,
     ) -> None:
@@ -403,7 +403,7 @@ class EngineCache:
     beside it.
     """
 
-    def __init__(self, model: ImageModel, fit: Fit) -> None:
+    def __init__(self, model: ImageModel, fit: DevicePlan) -> None:
         self.model, self.fit, self.backend, self.kept = model, fit, fit.backend, MAX_ENGINES
         self.engines: OrderedDict[tuple[Spec, int], Engine] = OrderedDict()  # by spec and number
 

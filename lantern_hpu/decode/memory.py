@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from lantern_hpu.backends import ACCELERATOR, BYTES, QUANTIZED, DeviceOptions, DraftingDefaults
-from lantern_hpu.backends.base import Backend, Fit, dtype_name
+from lantern_hpu.backends.base import Backend, DevicePlan, dtype_name
 from lantern_hpu.decode.spec import Spec, capacity
 from lantern_hpu.decode.state import DecodeState, PrefillInput, walk_tensors
 from lantern_hpu.errors import Arg, DeviceError, OptionError, Words, words
@@ -260,7 +260,7 @@ def fit_report(
 
 
 def check_room(
-    name: str, model: ModelConfig, fit: Fit, options: DeviceOptions = DeviceOptions()
+    name: str, model: ModelConfig, fit: DevicePlan, options: DeviceOptions = DeviceOptions()
 ) -> None:
     """Refuse, before it is loaded, a model that cannot draw even one image on a device, one token a step.
 
