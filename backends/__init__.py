@@ -6,13 +6,13 @@ Importing this package loads neither torch nor a driver.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
-from lantern_hpu.errors import Arg, DeviceError, choices, require, shell, words
+from lantern_hpu.errors import Arg, DeviceError, Words, choices, require, shell, words
 from lantern_hpu.fields import option
 
 if __name__ == "backends":
@@ -210,8 +210,13 @@ def get_backend(name: str = "auto", graphs: str = "auto") -> Backend:
         usable, why = backend.available()
         if usable:
             return backend
-        refused.append(f"{candidate}: {why}" if name == "auto" else why)
+        refused.append(words(f"{candidate}:", why) if name == "auto" else why)
     # The others may not be usable here either: the doctor asks them
     others = [BACKENDS[name].without] if name in BACKENDS and BACKENDS[name].without else []
     hint = words(Arg("device", HOST), "; " + "; ".join([*others, shell("doctor") + " says more"]))
-    raise DeviceError(f"device {name!r} cannot be used here", "; ".join(refused), hint)
+    raise DeviceError(f"device {name!r} cannot be used here", listed_words(refused), hint)
+
+
+def listed_words(reasons: Sequence[str]) -> Words:
+    """Reasons with a semicolon between, whose arguments each surface spells."""
+    return words(*reasons[:1], *(words(";", reason) for reason in reasons[1:]))

@@ -48,7 +48,7 @@ def examine_device(known: Device) -> Facts:
 def ask(backend: Backend, without: str) -> Facts:
     """What a backend says of itself; a part that fails is replaced by its error."""
     available, why = backend.available()
-    facts: Facts = {"available": available, "why": why}
+    facts: Facts = {"available": available, "why": spelled(why, as_option)}
     facts.update(dtypes=dict(backend.dtypes), graph_modes=dict(backend.graph_modes))
     if available:
         facts["memory"] = attempt(lambda: asdict(backend.memory()))

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lantern_hpu.backends import listed_words
 from lantern_hpu.backends.base import Backend, Memory, Transfers, compile_whole
 from lantern_hpu.backends.candidates import LACKING, Candidate, outcome
 from lantern_hpu.backends.hpu import env as hpu_env
 from lantern_hpu.backends.hpu import errors as hpu_errors
 from lantern_hpu.backends.hpu.env import ROOT
+from lantern_hpu.errors import words
 from lantern_hpu.ops import kernels
 from lantern_hpu.ops.kernels import Kernels, Sizes
 
@@ -99,7 +101,7 @@ class HPUBackend(Backend):
         return LAZY_MODES if self.flags.lazy else OTHER_MODES
 
     def available(self) -> tuple[bool, str]:
-        reasons = []
+        reasons: list[str] = []
         if hpu_env.plugin_folder() is not None:
             try:
                 self.open()
@@ -109,10 +111,11 @@ class HPUBackend(Backend):
                 reasons.append(f"{ROOT} finds no card")
             except (ImportError, RuntimeError, AssertionError, OSError) as error:
                 known = hpu_errors.explain_gaudi(error)
-                reasons.append(str(known) if known else f"{type(error).__name__}: {error}")
+                seen = f"{type(error).__name__}: {error}"
+                reasons.append(words(known.reason, ", try:", known.hint) if known else seen)
         # Only now: the checks ask hl-smi, which a card that works need not wait for.
         missing = [check for check in hpu_env.checks() if not check.ok]
-        return False, "; ".join([*reasons, *(f"{c.name}: {c.detail}" for c in missing)])
+        return False, listed_words([*reasons, *(f"{c.name}: {c.detail}" for c in missing)])
 
     # What the device does
 
