@@ -13,28 +13,10 @@ from torch import Tensor, distributed
 from gaudi_emulator import emulate, scope
 from gaudi_emulator.device import Device
 from gaudi_emulator.lint import lint_script
-from gaudi_emulator.releases import RELEASES, Release
 from lantern_hpu.backends.hpu.env import ROOT
 from tests.marks import mostly_slow
 
 Call = Callable[[torch.Tensor], torch.Tensor]
-NATIVE: dict[str, Call] = {
-    "slice_scatter": lambda x: x.slice_scatter(x[:1] * 2, 0, 0, 1),
-    "select_scatter": lambda x: x.select_scatter(x[0] * 2, 0, 1),
-    "diagonal_scatter": lambda x: x.diagonal_scatter(x.diagonal() * 2),
-    "fp8 repeat": lambda x: x.to(torch.float8_e4m3fn).repeat(2, 1).float(),
-    "fp8 roll": lambda x: x.to(torch.float8_e4m3fn).roll(1, 0).float(),
-}
-
-
-@pytest.mark.parametrize("release", RELEASES.values(), ids=str)
-@pytest.mark.parametrize("name", NATIVE)
-def test_native_call_does_not_fall_back(name: str, release: Release) -> None:
-    x = torch.arange(16.0).view(4, 4)
-    with emulate(release.name, True) as card:
-        got = NATIVE[name](x.to("hpu")).cpu()
-        assert card.counts.fallbacks.total() == 0
-    assert torch.equal(got, NATIVE[name](x))
 
 
 # Compiled functions of x, [3, 4]; `net` is on x's device
