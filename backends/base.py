@@ -106,7 +106,7 @@ float32_default = Float32Default()
 @contextmanager
 def own_defaults() -> Iterator[None]:
     """Inside, a tensor is on the host and of float32 where its maker names nothing else, and numbers are computed as
-    written, whatever the program around has set: a default device or format, autocast, inference mode.
+    written, no matter what the program around has set: a default device or format, autocast, inference mode.
 
     Of these the format alone is seen by the program's other threads, meanwhile.
     """
@@ -191,7 +191,7 @@ class DevicePlan:
 
     Attributes:
         graphs: the graph mode. layout: of the matrices of linear layers; `auto` before `lay_out`.
-        keys_by_head: whether all positions of a head lie together in the KV cache.
+        keys_by_head: whether the KV cache keeps all positions of a head together.
         decided: what was chosen, with the reason, for reports; what is chosen later is added.
     """
 
@@ -264,11 +264,11 @@ class Backend(ABC):
     def memory(self, reset_peak: bool = False) -> Memory:
         """Bytes in total, free, and at the peak, which is that of the process where the device has none of its own.
 
-        Where the device can, the peak begins anew after this if `reset_peak`.
+        Where the device can, the peak starts again after this if `reset_peak`.
         """
 
     def drafting_defaults(self, parameters: int) -> DraftingDefaults:
-        """How a target of so many parameters drafts here where nothing else was measured or asked for."""
+        """How a target of this many parameters drafts here where nothing else was measured or asked for."""
         return ACCELERATOR
 
     def fit(self, config: Sizes, options: DeviceOptions) -> DevicePlan:
@@ -303,13 +303,13 @@ class Backend(ABC):
         return next(iter(self.graph_modes)) if asked == "auto" else asked
 
     def number_format(self, asked: str, parameters: int = 0) -> tuple[torch.dtype, str]:
-        """The number format to use for a model of so many parameters, and why."""
+        """The number format to use for a model of this many parameters, and why."""
         name, why = self.best_dtype(parameters) if asked == "auto" else (asked, "asked for")
         self.check_offers("dtype", name, self.dtypes)
         return getattr(torch, name), why
 
     def best_dtype(self, parameters: int = 0) -> tuple[str, str]:
-        """The fastest number format for a model of so many parameters, and why."""
+        """The fastest number format for a model of this many parameters, and why."""
         return next(iter(self.dtypes.items()))
 
     def kernels(
@@ -343,7 +343,7 @@ class Backend(ABC):
         return compile_whole(function)
 
     def beside(self) -> Callable[[], AbstractContextManager[object]]:
-        """Makes what the work of another thread, beside the steps, runs in; called in the thread of the steps."""
+        """Makes the context in which another thread works while steps run; called in the thread of the steps."""
         return nullcontext
 
     @contextmanager

@@ -41,7 +41,7 @@ def examine_device(known: Device) -> Facts:
     """What a backend says of itself, or how it fails."""
     try:
         return ask(known.load(), known.without)
-    except Exception as error:  # whatever is wrong with a device's software, the rest must be shown
+    except Exception as error:  # of any kind: the rest must be shown
         return {"available": False, "why": "its software fails", **failure(error)}
 
 

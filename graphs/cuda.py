@@ -74,7 +74,7 @@ class CUDAGraphRunner(Runner):
     def run_aside(self) -> None:
         """One run on the stream of captures, which need one; a wait for the device in it is an error.
 
-        Workspaces of libraries are allocated here, so that none of them lies in the graphs' pool.
+        Workspaces of libraries are allocated here, so that none of them is in the graphs' pool.
         """
         aside, main = self.device.capture_stream, torch.cuda.current_stream()
         aside.wait_stream(main)

@@ -48,7 +48,7 @@ class HPUGraphRunner(Runner):
         hpu = self.device.hpu
         hpu.synchronize()
         try:
-            # A capture must end, whatever happens, on the stream it began on: the next one would be fatal.
+            # A capture must always end on the stream it began on: the next one would be fatal.
             with hpu.stream(self.stream):
                 self.graph.capture_begin()
                 try:

@@ -23,7 +23,7 @@ from lantern_hpu.errors import CaptureError
 from lantern_hpu.graphs.base import Function, Runner, State
 
 # Operators that make a tensor out of nothing. In a graph they would be constants of the recording, made
-# anew in each replay, often from host memory; they belong into the module as buffers. (`zeros_like` and
+# again in each replay, often from host memory; they belong in the module as buffers. (`zeros_like` and
 # its kin follow a tensor of the function and are plain fills on the device.)
 CONSTANTS = frozenset(
     f"aten::{name}"

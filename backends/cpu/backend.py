@@ -48,7 +48,7 @@ RETRY_FACTOR = 100  # more threads are tried again after this many times what tr
 
 @contextmanager
 def threads_set(count: int) -> Iterator[None]:
-    """The calling thread has so many inside; a new thread begins with what another has set last."""
+    """Inside, the calling thread uses `count` threads; a new thread begins with what another has set last."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -184,7 +184,7 @@ class CUDABackend(Backend):
 
 
 def unused_bytes() -> int:
-    """What torch's allocator keeps and nobody uses, outside of the private pools of graphs."""
+    """What torch's allocator keeps unused, outside of the private pools of graphs."""
     return sum(
         segment["total_size"] - segment["allocated_size"]
         for segment in torch.cuda.memory_snapshot()

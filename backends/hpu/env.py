@@ -239,7 +239,7 @@ def release_of() -> Release:
 
 
 def _ours(env: Mapping[str, str]) -> dict[str, str]:
-    """Flags that an earlier call set, also in a parent process, and nobody has changed since."""
+    """Flags that an earlier call set, also in a parent process, unchanged since then."""
     marked: dict[str, str] = json.loads(env.get(MARK, "{}"))
     return {name: value for name, value in marked.items() if env.get(name) == value}
 

@@ -130,7 +130,7 @@ def describe_flags(flags: Facts) -> list[tuple[str, str]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The `doctor` command; the exit code is 0 whatever it finds."""
+    """The `doctor` command; the exit code is 0 for any findings."""
     asked, facts = make_parser().parse_args(argv), examine_all()
     print(json.dumps(facts, indent=2, default=str) if asked.json else doctor_report(facts))
     return 0

@@ -89,9 +89,9 @@ def open_library() -> tuple[ctypes.CDLL | None, str]:
         library = ctypes.CDLL(str(files[-1]))
         found = library.lantern_abi()
     except (OSError, AttributeError) as error:
-        return None, f"the native decoder does not load ({error}); {BUILD} builds it anew"
+        return None, f"the native decoder does not load ({error}); {BUILD} rebuilds it"
     if found != ABI:
-        return None, f"the native decoder is of version {found}, not {ABI}; {BUILD} builds it anew"
+        return None, f"the native decoder is of version {found}, not {ABI}; {BUILD} rebuilds it"
     for name in (name for name in HEADER if name.startswith("lantern_")):
         function = getattr(library, name)
         function.restype, *function.argtypes = HEADER[name]
@@ -117,7 +117,7 @@ def share_openmp() -> None:
     """Let the library find the OpenMP of torch: two runtimes would keep two teams that spin against each other.
 
     It is loaded already, from a folder of torch or where the system has it. What is not loaded as a library is not
-    opened, whatever its name.
+    opened, even one with such a name.
     """
     home = Path(torch.__file__).parent
     wheel = (home / "lib", home.with_name("torch.libs"))

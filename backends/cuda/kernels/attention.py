@@ -32,7 +32,7 @@ def attention_kernel(
     sizes,  # [R, T, h, SPLITS], logarithms of what each split's weights add up to; None for one split
     q_row,  # steps of the arguments
     q_token,
-    kv_row,  # keys and values lie alike
+    kv_row,  # keys and values have the same strides
     kv_slot,
     mask_row,
     mask_token,
@@ -178,7 +178,7 @@ def launch_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 def triton_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """`kernels.attention`, in memory [R, T, h, hd]; a query that sees nothing gets zeros, which nobody reads.
+    """`kernels.attention`, in memory [R, T, h, hd]; a query that sees nothing gets zeros, which are not read.
 
     Wide heads, gradients and mixed dtypes take the plain form.
     """

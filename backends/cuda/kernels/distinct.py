@@ -1,6 +1,6 @@
 """Probabilities to tokens by inverse CDF, one program a distribution; several are drawn without replacement.
 
-A drawn token is struck out and the rest summed anew, while the probabilities stay in registers: each draw follows
+A drawn token is struck out and the rest summed again, while the probabilities stay in registers: each draw follows
 what is left also where that is little.
 """
 

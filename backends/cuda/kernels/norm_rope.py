@@ -256,7 +256,7 @@ def launch_rotate_into(
 def triton_rotate_into(
     q: Tensor, k: Tensor, v: Tensor, rope: Tensor, interleaved: bool, write: CacheWrite
 ) -> Tensor:
-    """`kernels.rotate_into`, into a cache that lies in one piece; mixed dtypes stay plain."""
+    """`kernels.rotate_into`, into a contiguous cache; mixed dtypes stay plain."""
     kept = (write.keys, write.values)
     assert all(x.is_contiguous() for x in kept)
     if torch.is_grad_enabled() or len({x.dtype for x in (q, k, v, rope, *kept)}) > 1:

@@ -135,7 +135,7 @@ def walk_kernel(
                         near = neighbours + token.to(tl.int64) * K
                         mass += lent_mass(left_out, near, count, base + share * own, K, BLOCK_K)
                     # A token without drafter mass was not really drawn, as the draws ran out. Strictly below:
-                    # a token of probability 0 is never accepted, whatever the uniform.
+                    # a token of probability 0 is never accepted, for any uniform.
                     if drawn > 0:
                         more = tl.minimum(mass, drawn) - tl.minimum(own, drawn)
                         spent += tl.maximum(more, 0.0) / tl.maximum(drawn, TINY)
