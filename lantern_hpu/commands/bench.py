@@ -57,7 +57,7 @@ def bench_request(args: argparse.Namespace, usual: Mapping[str, str] = USUAL) ->
     settings = options.settings_of(args, usual["methods"])
     if args.tree is None and args.window is None and "trees" in usual:
         trees = usual["trees"].split(",")
-        fitting = [t for t in trees if any(s.fitting([load_tree(t)], ())[0] for s in settings)]
+        fitting = [t for t in trees if any(s.takes(load_tree(t)) for s in settings)]
         settings = with_short_forms(settings, trees=fitting)
     sizes = listed(args.batch_sizes or usual["batch_sizes"], "batch_sizes")
     whole = all(size.isdecimal() and int(size) >= 1 for size in sizes)

@@ -238,14 +238,10 @@ class Setting:
         takes = METHODS[self.drafting].takes_relaxation(rule)
         return replace(self, relaxation=rule) if takes and not self.relaxation else self
 
-    def fitting(
-        self, trees: Sequence[Tree | Auto], windows: Sequence[str]
-    ) -> list[Tree | Auto | None]:
-        """Of these trees, and of windows by width, each that the method drafts; None in the place of the others."""
+    def takes(self, tree: Tree | Auto) -> bool:
+        """Whether its method drafts a tree."""
         method = METHODS[self.drafting]
-        takes = [method.tunable if isinstance(tree, str) else method.takes(tree) for tree in trees]
-        result = [tree if fits else None for tree, fits in zip(trees, takes, strict=True)]
-        return result + [read_tree(self.method, w) if method.rule else None for w in windows]
+        return method.tunable if isinstance(tree, str) else method.takes(tree)
 
     @property
     def drafts(self) -> bool:
@@ -423,16 +419,18 @@ def with_short_forms(
     if relax is not None:
         rule = relaxations.parse(relax)
         settings = [setting.relaxed(rule) for setting in settings]
-    loaded = [read_tree(AUTO, name) for name in trees]
-    fitting = [setting.fitting(loaded, windows) for setting in settings]
-    named = [*(Arg("tree", name) for name in trees), *(Arg("window", width) for width in windows)]
-    for index, name in enumerate(named):
-        if all(found[index] is None for found in fitting):
-            raise OptionError(words(name, "fits none of", ", ".join(map(str, settings))))
+    loaded = {Arg("tree", name): read_tree(AUTO, name) for name in trees}
+    unused = [*loaded, *(Arg("window", width) for width in windows)]
     result = []
-    for setting, found in zip(settings, fitting, strict=True):
-        chosen = [tree for tree in found if tree is not None and setting.tree is None]
+    for setting in settings:
+        fitting = {name: tree for name, tree in loaded.items() if setting.takes(tree)}
+        if METHODS[setting.drafting].rule is not None:
+            fitting |= {Arg("window", w): read_tree(setting.method, w) for w in windows}
+        unused = [name for name in unused if name not in fitting]
+        chosen = fitting.values() if setting.tree is None else ()
         result += [replace(setting, tree=tree) for tree in chosen] or [setting]
+    if unused:
+        raise OptionError(words(unused[0], "fits none of", ", ".join(map(str, settings))))
     return result
 
 
