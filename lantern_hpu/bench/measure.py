@@ -280,7 +280,7 @@ class RunMeter:
         self.show(f"{timing.steps} steps")
 
     def run(self, requests: Sequence[Request], most: int | None = None) -> list[ImageRecord]:
-        """The images of a batch, or at most so many steps of it."""
+        """The images of a batch, or at most `most` steps of it."""
         stream = self.pipeline.stream(self.engine, requests, self.timing, self.read, most)
         self.runs += 1
         return [image for _, image in sorted(stream, key=lambda numbered: numbered[0])]
