@@ -29,10 +29,10 @@ from lantern_hpu.decode.engine import Engine
 from lantern_hpu.errors import OptionError, WeightsError
 from lantern_hpu.methods.setting import Setting
 from lantern_hpu.models import model as codebook
-from lantern_hpu.models.families import family_of, llamagen
+from lantern_hpu.models.families import family_of
 from lantern_hpu.models.families.base import LLAMA, Files, check_keys
 from lantern_hpu.models.files import load
-from lantern_hpu.models.files.checkpoint import Checkpoint, open_checkpoint, settings_beside
+from lantern_hpu.models.files.checkpoint import open_checkpoint, settings_beside
 from lantern_hpu.models.files.load import open_model
 from lantern_hpu.models.files.names import Given
 from lantern_hpu.models.files.tokenizers import open_vq
@@ -249,15 +249,6 @@ def test_tokenizers_decode_as_their_twins(public: Path, file: str, twin: Any) ->
     near(image, twin(weights, codes[0].tolist()))
 
 
-def test_code_is_its_own_row_and_words_follow(public: Path) -> None:
-    mine, stored = opened(public, ANOLE), open_checkpoint(public / ANOLE)
-    table, head = stored.read("model.embed_tokens.weight"), stored.read("lm_head.weight")
-    assert torch.equal(mine.target.embed.weight[0], table[4].float())
-    assert torch.equal(mine.target.embed.weight[8192], table[8196].float())
-    assert torch.equal(mine.target.embed.weight[-1], table[3].float())
-    assert torch.equal(mine.target.head.weight, head[4:8196].float())
-
-
 @pytest.mark.parametrize("name", [TEXT, ANOLE])
 def test_training_sees_what_decoding_sees(public: Path, name: str) -> None:
     mine = opened(public, name)
@@ -392,24 +383,6 @@ def test_missing_last_layers_are_missed(public: Path, tmp_path: Path, name: str)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     with pytest.raises(WeightsError, match=f"layers.{last}.*missing|missing.*layers.{last}"):
         opened(tmp_path, name)
-
-
-def test_a_published_size_knows_its_layers(tmp_path: Path) -> None:
-    checkpoint = Checkpoint(
-        tmp_path / "c2i_B_256.pt",
-        {"tok_embeddings.weight": (16384, 768), "layers.0.attention_norm.weight": (768,)},
-        lambda name: torch.ones(1),
-    )
-    assert llamagen.layers_of(checkpoint, {}, 768) == 12
-
-
-def test_whole_numbers_are_no_weights(public: Path, tmp_path: Path) -> None:
-    state = open_state(public / CLASS / "c2i_B_256.pt")
-    torch.save(
-        {"model": {n: t.to(torch.int8) for n, t in state.items()}}, tmp_path / "c2i_B_256.pt"
-    )
-    with pytest.raises(WeightsError, match="int8"):
-        opened(tmp_path, "c2i_B_256.pt", vq=public / CLASS / "vq_ds16_c2i.pt")
 
 
 def test_tensors_are_read_one_at_a_time(public: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,9 @@ from torch import Tensor
 from lantern_hpu.decode.common import Drafts, StaticTables
 from lantern_hpu.decode.drafting.eagle import EagleDrafting
 from lantern_hpu.models.config import VQConfig
-from lantern_hpu.models.transformer import HeadNorm, Target, rope_table
+from lantern_hpu.models.transformer import rope_table
 from lantern_hpu.models.vq import VQModel
-from lantern_hpu.ops.buffers import additive_mask, prefix_mask
+from lantern_hpu.ops.buffers import additive_mask
 from lantern_hpu.ops.kernels import rotate
 from lantern_hpu.ops.kv_cache import KVCache
 from lantern_hpu.tree import DraftTree, load_static
@@ -60,18 +60,6 @@ def test_interleaved_and_half_differ_by_the_feature_permutation() -> None:
                 assert not torch.equal(interleaved, by_half)
 
 
-@pytest.mark.parametrize("interleaved", [True, False])
-def test_first_feature_turns_towards_its_partner(interleaved: bool) -> None:
-    table = rope_table(tiny_config(rope="1d", dim=32), 4)[None]
-    unit = torch.zeros(1, 4, 1, 16)
-    unit[..., 0] = 1.0
-    turned = rotate(unit, table, interleaved)[0, 3, 0]
-    partner = 1 if interleaved else 8
-    want = torch.zeros(16)
-    want[0], want[partner] = math.cos(3), math.sin(3)
-    torch.testing.assert_close(turned, want)
-
-
 def test_2d_positions_turn_with_row_and_column() -> None:
     config = tiny_config(grid=(3, 5), dim=32)  # 8 angles: 4 for the row, 4 for the column
     table = rope_table(config, 4 + 15 + 6)
@@ -86,18 +74,6 @@ def test_2d_positions_turn_with_row_and_column() -> None:
     assert not table[19:].any()  # overshoot
 
 
-def test_condition_slots_are_unrotated_or_vanish() -> None:
-    identity = rope_table(tiny_config(), 10)[:4]
-    assert (identity[:, 0] == 1).all() and not identity[:, 1].any()
-    assert not rope_table(tiny_config(rope_prefix="zero"), 10)[:4].any()
-
-
-def test_pad_sees_only_pads_before_it_and_no_token_sees_a_pad() -> None:
-    valid = torch.tensor([[False, False, True, True]])
-    seen = prefix_mask(valid, torch.ones(4, 4, dtype=torch.bool).tril())[0].int().tolist()
-    assert seen == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_masked_slots_get_no_weight_and_an_empty_row_no_nan(dtype: torch.dtype) -> None:
     mask = additive_mask(torch.tensor([[[True, False], [False, False]]]), dtype)
@@ -105,51 +81,6 @@ def test_masked_slots_get_no_weight_and_an_empty_row_no_nan(dtype: torch.dtype) 
     weights = (mask + torch.tensor([0.0, 30.0], dtype=dtype)).softmax(-1)[0, 0]
     assert weights[0].tolist() == [1.0, 0.0]
     assert weights.isfinite().all()
-
-
-def test_head_norm_has_weights_for_each_head() -> None:
-    norm = HeadNorm(2, 4)
-    with torch.no_grad():
-        norm.weight[1] = 3.0
-        norm.bias[1] = 1.0
-    x = torch.randn(1, 5, 2, 4, generator=torch.Generator().manual_seed(0))
-    y = norm(x)
-    torch.testing.assert_close(y[:, :, 0].mean(-1), torch.zeros(1, 5), atol=1e-6, rtol=0)
-    torch.testing.assert_close(
-        y[:, :, 0].std(-1, unbiased=False), torch.ones(1, 5), atol=1e-3, rtol=0
-    )
-    plain = HeadNorm(2, 4)(x)
-    torch.testing.assert_close(y[:, :, 1], 3 * plain[:, :, 1] + 1)
-
-
-@pytest.mark.parametrize("heads", [(3, None), (4, 3)], ids=str)
-def test_heads_that_share_nothing_evenly_are_refused(heads: tuple[int, int | None]) -> None:
-    with pytest.raises(ValueError, match=f"sizes that no model has: {heads[0]} heads on"):
-        tiny_config(heads=heads[0], kv_heads=heads[1])
-
-
-def test_grouped_heads_equal_repeated_key_value_heads() -> None:
-    grouped, _ = tiny_models(tiny_config(heads=4, kv_heads=2))
-    whole = Target(tiny_config(heads=4))
-    weights = grouped.state_dict()
-    for name in [n for n in weights if "qkv" in n]:
-        q, k, v = weights[name].split([64, 32, 32])
-        twice = [x.unflatten(0, (2, 16)).repeat_interleave(2, 0).flatten(0, 1) for x in (k, v)]
-        weights[name] = torch.cat([q, *twice])
-    whole.load_state_dict(weights)
-    prefix, valid, _ = condition(grouped.config, PROMPTS)
-    close(features(grouped, prefix, valid, range(8)), features(whole, prefix, valid, range(8)))
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_context_and_position_matter(variant: str) -> None:
-    target, _ = tiny_models(tiny_config(**VARIANTS[variant]))
-    prefix, valid, _ = condition(target.config, ["abcd"], guidance=False)
-    one, other, moved = (features(target, prefix, valid, t) for t in ([3, 5, 7], [5, 3, 7], [7]))
-    assert float((one[:, -1] - other[:, -1]).abs().max()) > 1e-2
-    assert float((one[:, -1] - moved[:, -1]).abs().max()) > 1e-2
-    changed, *_ = condition(target.config, ["abce"], guidance=False)
-    assert float((features(target, changed, valid, [3, 5, 7]) - one)[:, -1].abs().max()) > 1e-3
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
