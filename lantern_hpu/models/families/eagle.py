@@ -141,33 +141,30 @@ def eagle_config(
     checkpoint: Checkpoint, hf_config: dict[str, Any], target: TransformerConfig
 ) -> DrafterConfig:
     """A published drafter's kind, if its width and number of tokens are those of the target."""
+    unusable = f"the drafter {checkpoint.path} cannot be used"
+    foreign = f"the drafter {checkpoint.path} is for another target"
     for kind, pattern in OTHERS.items():
         if any(re.search(pattern, name) for name in checkpoint.shapes):
             why = f"these are the tensors of {kind}, which drafts otherwise"
-            raise WeightsError(
-                f"the drafter {checkpoint.path} cannot be used", why, "an EAGLE drafter"
-            )
+            raise WeightsError(unusable, why, "an EAGLE drafter")
     if target.sandwich_norms:
-        what = f"the drafter {checkpoint.path} cannot be used"
         why = "its target has norms behind attention and SwiGLU, which no published drafter has"
         hint = words(Arg("method", "scd"), f", or a drafter of `{shell('train drafter')}`")
-        raise WeightsError(what, why, hint)
-    what = f"the drafter {checkpoint.path} is for another target"
+        raise WeightsError(unusable, why, hint)
     mine, theirs = checkpoint.shapes.get("fc.weight"), (target.dim, 2 * target.dim)
     if mine != theirs:
         why = f"its fc.weight is {list(mine or ())}, the target needs {list(theirs)}"
-        raise WeightsError(what, why, FITTING)
+        raise WeightsError(foreign, why, FITTING)
     block = hf_config.get("block_size", BLOCK_SIZES.get(str(hf_config.get("input_type"))))
     if block is not None and int(block) != target.tokens:
         why = f"it drafts images of {block} tokens, the target draws {target.tokens}"
-        raise WeightsError(what, why, FITTING)
+        raise WeightsError(foreign, why, FITTING)
     check_keys(checkpoint, hf_config, LLAMA)
     # EAGLE's, where the file has none; but Lumina-mGPT's was trained on unshifted tokens: see `DrafterConfig`
     norm = checkpoint.shapes.get("layers.0.self_attn.q_norm.weight", (target.heads,))
     shift = hf_config.get("drafter_shift", int(norm[0] == target.heads))
     if shift not in (0, 1):
-        what = f"the drafter {checkpoint.path} cannot be used"
-        raise WeightsError(what, f"drafter_shift is {shift}", "0 or 1")
+        raise WeightsError(unusable, f"drafter_shift is {shift}", "0 or 1")
     gate = checkpoint.shapes.get("layers.0.mlp.gate_proj.weight")
     sizes = {
         "norm_eps": float(hf_config.get("rms_norm_eps", EPS)),
