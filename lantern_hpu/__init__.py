@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         Relaxation,
     )
     from lantern_hpu.methods.setting import Setting
-    from lantern_hpu.models.files.names import Given
+    from lantern_hpu.models.files.names import PartOverrides
     from lantern_hpu.pipeline import LanternPipeline
     from lantern_hpu.results.images import GenerationResult
     from lantern_hpu.tree import load_tree
@@ -44,7 +44,7 @@ _DEFINED_IN = {
     "Annealed": "methods.relaxation",
     "Clustered": "methods.relaxation",
     "load_tree": "tree",
-    "Given": "models.files.names",
+    "PartOverrides": "models.files.names",
     "LanternError": "errors",
 }
 __all__ = [
@@ -53,11 +53,11 @@ __all__ = [
     "Clustered",
     "Event",
     "GenerationResult",
-    "Given",
     "ImageRecord",
     "LanternError",
     "LanternPipeline",
     "Multiplicative",
+    "PartOverrides",
     "Relaxation",
     "Request",
     "Sampling",

@@ -37,7 +37,7 @@ from lantern_hpu.methods.setting import (
 )
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.diffusion import DiffusionPixels
-from lantern_hpu.models.files.names import Given
+from lantern_hpu.models.files.names import PartOverrides
 from lantern_hpu.models.model import ImageModel
 from lantern_hpu.models.text.frames import no_negative
 from lantern_hpu.models.text.prefix import Prefix
@@ -58,7 +58,7 @@ class ImageGenerator:
         model: ImageModel,
         fit: DevicePlan,
         options: DeviceOptions = DeviceOptions(),
-        given: Given = Given(),
+        given: PartOverrides = PartOverrides(),
     ) -> None:
         """
         Args:

@@ -12,15 +12,15 @@ from lantern_hpu.backends.base import DevicePlan, own_defaults
 from lantern_hpu.decode.memory import check_room
 from lantern_hpu.errors import OptionError, OutputError
 from lantern_hpu.models.diffusion import check_diffusers, check_diffusion_folder
-from lantern_hpu.models.files.load import Opened, open_model
-from lantern_hpu.models.files.names import Given
+from lantern_hpu.models.files.load import OpenedModel, open_model
+from lantern_hpu.models.files.names import PartOverrides
 from lantern_hpu.models.files.write import staged, write_model
 from lantern_hpu.models.model import ImageModel, Placement, of_size, quantize_target
 from lantern_hpu.results.progress import ProgressBar
 from lantern_hpu.zoo.cards import Subject, folder_card, write_card
 from lantern_hpu.zoo.find import find_parts
 
-Check = Callable[[Opened], None]  # raises a LanternError to refuse a model
+Check = Callable[[OpenedModel], None]  # raises a LanternError to refuse a model
 
 
 def device_name(device: str | torch.device) -> str:
@@ -39,7 +39,7 @@ def device_name(device: str | torch.device) -> str:
 def load_model(
     name: str,
     options: DeviceOptions,
-    given: Given = Given(),
+    given: PartOverrides = PartOverrides(),
     pictures: bool = True,
     size: tuple[int, int] | None = None,
     check: Check | None = None,
@@ -70,7 +70,9 @@ def load_model(
 
 
 @own_defaults()
-def write_folder(source: str, output: Path, dtype: str, given: Given = Given()) -> ImageModel:
+def write_folder(
+    source: str, output: Path, dtype: str, given: PartOverrides = PartOverrides()
+) -> ImageModel:
     """Write a model folder from a model's files, tensor by tensor; `dtype` auto: as they are stored."""
     if output.exists():
         raise OutputError(f"{output} exists", hint="another name, or remove it")

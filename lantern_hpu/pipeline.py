@@ -40,7 +40,7 @@ from lantern_hpu.methods.setting import (
     setting_of,
 )
 from lantern_hpu.models.diffusion import DiffusionPixels
-from lantern_hpu.models.files.names import Given
+from lantern_hpu.models.files.names import PartOverrides
 from lantern_hpu.models.model import ImageModel
 from lantern_hpu.results.images import GenerationResult, OutputType
 from lantern_hpu.results.progress import Bar
@@ -63,7 +63,7 @@ class LanternPipeline(ImageGenerator):
         model: ImageModel,
         fit: DevicePlan,
         options: DeviceOptions = DeviceOptions(),
-        given: Given = Given(),
+        given: PartOverrides = PartOverrides(),
     ) -> None:
         super().__init__(model, fit, options, given)
         self.bar_options: dict[str, Any] = {"disable": None}  # None: shown on a terminal alone
@@ -80,7 +80,7 @@ class LanternPipeline(ImageGenerator):
         drafter: str | None = None,
         graphs: str = "auto",
         kernels: str = "auto",
-        given: Given = Given(),
+        given: PartOverrides = PartOverrides(),
         keep_text: str = "auto",
         quantize: str | None = None,
         pictures: bool = True,
@@ -95,7 +95,7 @@ class LanternPipeline(ImageGenerator):
             model: `builtin`, a known name, a Hub id, a folder or a weights file: see `zoo.find`.
             device: `auto` or a backend's name.
             dtype: `auto` or one the device offers. torch_dtype: the same, as diffusers calls it.
-            drafter: a folder or a known name, in place of the model's own; short for `given=Given(drafter=...)`.
+            drafter: a folder or a known name, in place of the model's own, as in `given=PartOverrides(drafter=...)`.
             graphs: `auto` or one of the device's graph modes.
             kernels: `auto`, the device's fused kernels where they agree with the plain ones; or `plain`.
             given: parts in place of the model's own: drafter, VQ tokenizer, text encoder, neighbours.
@@ -135,7 +135,7 @@ class LanternPipeline(ImageGenerator):
         cls,
         name: str,
         options: DeviceOptions,
-        given: Given = Given(),
+        given: PartOverrides = PartOverrides(),
         pictures: bool = True,
         size: tuple[int, int] | None = None,
         check: Check | None = None,
@@ -216,7 +216,7 @@ class LanternPipeline(ImageGenerator):
         """
         return self.reload(self.options, replace(self.given, drafter=drafter))
 
-    def reload(self, options: DeviceOptions, given: Given) -> LanternPipeline:
+    def reload(self, options: DeviceOptions, given: PartOverrides) -> LanternPipeline:
         """Load the model anew with other options or parts; it stays as it is if that fails."""
         pictures = self.model.vq is not None or self.diffusion is not None
         with self.lock:

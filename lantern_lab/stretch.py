@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from lantern_hpu.errors import OptionError
 from lantern_hpu.models.config import ModelConfig, TransformerConfig
 from lantern_hpu.models.files.checkpoint import shapes_only
-from lantern_hpu.models.files.load import Opened
+from lantern_hpu.models.files.load import OpenedModel
 from lantern_hpu.models.model import ImageModel, Placement
 from lantern_hpu.models.text.prefix import (
     CaptionConditioner,
@@ -211,7 +211,11 @@ def widen_condition(small: Conditioner, config: ModelConfig) -> Conditioner:
 
 
 def stretch_model(
-    opened: Opened, name: str, large: TransformerConfig, dtype: torch.dtype | None, progress: Any
+    opened: OpenedModel,
+    name: str,
+    large: TransformerConfig,
+    dtype: torch.dtype | None,
+    progress: Any,
 ) -> ImageModel:
     """The large model. Its defaults are the small one's, so that the same options draw the same picture.
 

@@ -28,8 +28,8 @@ from lantern_hpu.cli import module_of
 from lantern_hpu.commands import convert, generate, pixels, serve
 from lantern_hpu.errors import LanternError, OptionError, WeightsError
 from lantern_hpu.models.files.checkpoint import Stored, open_checkpoint, shapes_only
-from lantern_hpu.models.files.load import Opened, open_model
-from lantern_hpu.models.files.names import Given
+from lantern_hpu.models.files.load import OpenedModel, open_model
+from lantern_hpu.models.files.names import PartOverrides
 from lantern_hpu.models.text.t5 import check_t5_files
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.prompts import read_prompts
@@ -161,7 +161,7 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*_: object) -> None:
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr(Opened, "load", load)
+    monkeypatch.setattr(OpenedModel, "load", load)
     monkeypatch.setattr(Stored, "fill", load)
 
 
@@ -277,7 +277,7 @@ def test_names_that_no_file_can_have_are_one_error(name: str) -> None:
     with pytest.raises(LanternError):
         find_parts(name)
     with pytest.raises(LanternError):
-        open_model(find_parts("builtin", Given(vq=name)))
+        open_model(find_parts("builtin", PartOverrides(vq=name)))
 
 
 KILLED = """

@@ -10,7 +10,7 @@ from huggingface_hub import ModelCard
 
 from lantern_hpu.commands import convert
 from lantern_hpu.models.files.load import open_model
-from lantern_hpu.models.files.names import Given
+from lantern_hpu.models.files.names import PartOverrides
 from lantern_hpu.models.model import ImageModel, Placement
 from lantern_hpu.zoo.cards import Subject, drafter_card, folder_card
 from lantern_hpu.zoo.find import find_parts
@@ -26,7 +26,7 @@ REPORT = {
 
 
 def loaded(model: Path | str, **given: Any) -> ImageModel:
-    return open_model(find_parts(str(model), Given(**given))).load(Placement())
+    return open_model(find_parts(str(model), PartOverrides(**given))).load(Placement())
 
 
 def test_a_converted_folder_has_a_card(model: Path, tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from lantern_hpu.models.families.base import LLAMA, Files, check_keys
 from lantern_hpu.models.files import load
 from lantern_hpu.models.files.checkpoint import open_checkpoint, settings_beside
 from lantern_hpu.models.files.load import open_model
-from lantern_hpu.models.files.names import Given
+from lantern_hpu.models.files.names import PartOverrides
 from lantern_hpu.models.files.tokenizers import open_vq
 from lantern_hpu.models.model import ImageModel, Placement
 from lantern_hpu.models.text.frames import FIRST_IMAGE_TOKEN, code_name
@@ -69,14 +69,14 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
 
 
-def given(public: Path, model: str) -> Given:
+def given(public: Path, model: str) -> PartOverrides:
     vq = public / CLASS / "vq_ds16_c2i.pt"
-    return Given(vq=str(vq)) if "containers" in model else Given()
+    return PartOverrides(vq=str(vq)) if "containers" in model else PartOverrides()
 
 
 def opened(public: Path, model: str, **parts: Any) -> ImageModel:
     own: dict[str, Any] = {n: str(v) if isinstance(v, Path) else v for n, v in parts.items()}
-    chosen = Given(**own) if parts else None
+    chosen = PartOverrides(**own) if parts else None
     return open_model(find_parts(str(public / model), chosen or given(public, model))).load(
         Placement()
     )
@@ -444,7 +444,7 @@ def test_another_tokenizer_for_a_folder_of_ours_is_checked(public: Path, tmp_pat
     with pytest.raises(OptionError, match="256 x 256"):
         opened(tmp_path, "ours", image_size=512)
     before = opened(tmp_path, "ours").files
-    other = Given(vq=str(public / CLASS / "vq_ds16_c2i.pt"), neighbours=None)
+    other = PartOverrides(vq=str(public / CLASS / "vq_ds16_c2i.pt"), neighbours=None)
     changed = find_parts(str(tmp_path / "ours"), other)
     with pytest.raises(WeightsError, match="another codebook"):
         open_model(changed).load(
@@ -695,7 +695,7 @@ def test_every_key_of_config_json_is_read_or_refused(
     """Each is set to another value: the file is refused, by the key's name where that is all, or another network."""
     if not (public / name).is_dir():
         pytest.skip("the installed transformers lacks it")
-    parts = replace(find_parts(str(public / name), spared=("pixels",)), drafter=None)
+    parts = replace(find_parts(str(public / name), optional=("pixels",)), drafter=None)
     about, stored = settings_beside(parts.target), open_checkpoint(parts.target)
     monkeypatch.setattr(load, "open_checkpoint", lambda _: stored)
     monkeypatch.setattr(load, "open_vq", lambda *_: (None, None))

@@ -20,7 +20,7 @@ from lantern_hpu.models.families.glm_image import GLM_IMAGE
 from lantern_hpu.models.families.mammothmoda2 import MAMMOTHMODA2
 from lantern_hpu.models.files.checkpoint import Stored
 from lantern_hpu.models.files.load import open_model
-from lantern_hpu.models.files.names import Given
+from lantern_hpu.models.files.names import PartOverrides
 from lantern_hpu.models.model import ImageModel, Placement
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.zoo.find import find_parts
@@ -132,7 +132,7 @@ def there(public: Path, name: str) -> Path:
 
 def loaded(path: Path, public: Path, options: str = "") -> ImageModel:
     vq = str(public / "llamagen-c2i/vq_ds16_c2i.pt") if options == VQ else None
-    parts = find_parts(str(path), Given(vq=vq), spared=("pixels",))
+    parts = find_parts(str(path), PartOverrides(vq=vq), optional=("pixels",))
     return open_model(parts).load(Placement())
 
 
@@ -242,7 +242,9 @@ def test_it_draws_by_every_method_that_needs_no_drafter(
     assert cli.main(["generate", *arguments]) == 0
     vq = str(public / "llamagen-c2i/vq_ds16_c2i.pt") if options == VQ else None
     size = 512 if name == SIMPLEAR else None
-    parts = find_parts(str(public / name), Given(vq=vq, image_size=size), spared=("pixels",))
+    parts = find_parts(
+        str(public / name), PartOverrides(vq=vq, image_size=size), optional=("pixels",)
+    )
     opened = open_model(parts)
     words = options.split()
     config = opened.config.target

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lantern_hpu.commands import generate
-from lantern_hpu.models.files.names import Given
+from lantern_hpu.models.files.names import PartOverrides
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.outputs import image_files
 from lantern_hpu.zoo.find import find_parts
@@ -49,7 +49,9 @@ def test_a_tilde_is_the_home(model: Path, tmp_path: Path, monkeypatch: pytest.Mo
     words = ["--model=~/m", "--prompt", "cat", "--output=~/made/", "--report=~/r.json"]
     assert generate.main(words) == 0
     assert {file.name for file in tmp_path.iterdir()} == {"m", "made", "r.json"}
-    assert Given(vq="~/m/vq.safetensors").resolved().vq == str(tmp_path / "m/vq.safetensors")
+    assert PartOverrides(vq="~/m/vq.safetensors").resolved().vq == str(
+        tmp_path / "m/vq.safetensors"
+    )
 
 
 def test_the_hubs_own_folder_is_its_main_version(tmp_path: Path) -> None:
@@ -59,7 +61,7 @@ def test_the_hubs_own_folder_is_its_main_version(tmp_path: Path) -> None:
         files(folder, "snapshots/old/model.safetensors", "snapshots/new/model.safetensors")
         files(folder, "refs/main", "blobs/abc")
         (folder / "refs" / "main").write_text("new\n")
-    parts = find_parts(str(target), Given(drafter=str(drafter)))
+    parts = find_parts(str(target), PartOverrides(drafter=str(drafter)))
     assert parts.target == target / "snapshots" / "new"
     assert parts.drafter == drafter / "snapshots" / "new"
     assert parts.name == "Lumina-mGPT-7B-768"

@@ -25,7 +25,7 @@ from lantern_hpu.core import Request, Sampling
 from lantern_hpu.errors import OptionError
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.diffusion import DiffusionPixels, check_diffusers, prior_token_ids
-from lantern_hpu.models.files.load import Opened, open_model
+from lantern_hpu.models.files.load import OpenedModel, open_model
 from lantern_hpu.models.model import ImageModel, Placement
 from lantern_hpu.models.transformer import Rotary
 from lantern_hpu.ops.buffers import additive_mask, prefix_mask
@@ -360,7 +360,7 @@ def test_codes_are_doubled_as_diffusers_does(folder: Path) -> None:
 
 def test_without_diffusers_nothing_is_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "diffusers", None)
-    monkeypatch.setattr(Opened, "load", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(OpenedModel, "load", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(OptionError, match="diffusers is not installed"):
         LanternPipeline.from_pretrained(str(folder), device="cpu")
 

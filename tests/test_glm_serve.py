@@ -14,7 +14,7 @@ from fastapi.testclient import TestClient
 from PIL import Image
 
 from lantern_hpu.commands import serve
-from lantern_hpu.models.files.load import Opened
+from lantern_hpu.models.files.load import OpenedModel
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.serve.app import make_app
 from lantern_hpu.serve.decoder import DecodeThread
@@ -122,7 +122,7 @@ def test_sizes_that_cannot_be_served_end_the_command_before_weights_are_read(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Opened, "load", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(OpenedModel, "load", lambda *_: pytest.fail("weights were read"))
     assert serve.main(["--model", str(folder), "--sizes", sizes, "--port", "0"]) == 2
     assert why in capsys.readouterr().err
 

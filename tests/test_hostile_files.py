@@ -38,7 +38,7 @@ from lantern_hpu.models.config import (
     VQConfig,
 )
 from lantern_hpu.models.files.load import open_model
-from lantern_hpu.models.files.names import Given
+from lantern_hpu.models.files.names import PartOverrides
 from lantern_hpu.models.model import Placement, cached_nearest, nearest_codes, read_table
 from lantern_hpu.results.png import METADATA
 from lantern_hpu.results.saved_tokens import read_saved_tokens
@@ -170,7 +170,7 @@ def test_each_row_of_a_table_of_neighbours_is_checked(
             shutil.copy(table, folder / "neighbours.npy")
             about["files"]["neighbours.npy"] = sha256(table)
             (folder / "model.json").write_text(json.dumps(about))
-        given = Given(neighbours=None if place == "folder" else str(table))
+        given = PartOverrides(neighbours=None if place == "folder" else str(table))
         opened = open_model(find_parts(str(folder), given))
         if place == "without a tokenizer":
             config = replace(opened.config.target, code_pixels=2)

@@ -34,7 +34,7 @@ from lantern_hpu.models.config import DrafterConfig
 from lantern_hpu.models.families.chameleon import CHAMELEON
 from lantern_hpu.models.files.checkpoint import shapes_only
 from lantern_hpu.models.files.load import make_condition, open_model
-from lantern_hpu.models.files.names import Given
+from lantern_hpu.models.files.names import PartOverrides
 from lantern_hpu.models.model import Placement, of_size
 from lantern_hpu.models.text.tokens import TokenConditioner
 from lantern_hpu.models.transformer import Target, rope_table
@@ -227,7 +227,7 @@ def test_lumina_is_recognised_without_its_name(public: Path, tmp_path: Path) -> 
         about = json.loads((folder / "config.json").read_text())
         del about["z_loss_weight"], about["_name_or_path"]
         (folder / "config.json").write_text(json.dumps(about))
-        parts = find_parts(str(folder), Given(image_size=512))
+        parts = find_parts(str(folder), PartOverrides(image_size=512))
         assert open_model(parts).config.condition.frame == frame
 
 
@@ -323,7 +323,7 @@ def test_drafters_of_other_targets_are_refused(
         file.parent, embed_tokens__weight=table + 0.02 * torch.randn_like(table) * table.std()
     )
     swin = with_settings(public / ANOLE, tmp_path / "swin", swin_norm=True)
-    given = Given(drafter=str(public / ANOLE / "drafter"))
+    given = PartOverrides(drafter=str(public / ANOLE / "drafter"))
     with pytest.raises(WeightsError, match="norms behind attention and SwiGLU"):
         open_model(find_parts(str(swin), given))
     about = json.loads((file.parent / "config.json").read_text())
@@ -445,7 +445,7 @@ def reader(public: Path, request: pytest.FixtureRequest) -> tuple[TokenCondition
     """What reads the prompts of each family, without its weights, and its tokenizer's file as it is."""
     if not (public / request.param).is_dir():
         pytest.skip("the installed transformers lacks it")
-    found = open_model(find_parts(str(public / request.param), spared=("pixels",)))
+    found = open_model(find_parts(str(public / request.param), optional=("pixels",)))
     folder = found.parts.text or public / request.param
     with shapes_only():
         target = Target(found.config.target)

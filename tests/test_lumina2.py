@@ -17,7 +17,7 @@ from lantern_hpu.commands import convert
 from lantern_hpu.core import Request, Sampling
 from lantern_hpu.models.emu3_vq import count_decoder
 from lantern_hpu.models.files.checkpoint import open_checkpoint
-from lantern_hpu.models.files.names import Given
+from lantern_hpu.models.files.names import PartOverrides
 from lantern_hpu.pipeline import LanternPipeline
 from tests.marks import mostly_slow
 from tests.published import (
@@ -71,7 +71,7 @@ def test_a_prompt_begins_as_the_tokenizer_says(
 def test_greedy_tokens_are_those_of_transformers(public: Path, method: str) -> None:
     """Prompts of unequal lengths in one batch; windows draw what `ar` draws, with nothing captured on the way."""
     pipe = LanternPipeline.from_pretrained(
-        str(public / NAME), given=Given(image_size=SIDE), device="cpu", dtype="float32"
+        str(public / NAME), given=PartOverrides(image_size=SIDE), device="cpu", dtype="float32"
     )
     requests = [Request(p, i, Sampling(SCALE, 0.0)) for i, p in enumerate(PROMPTS)]
     result = pipe.draw(requests, pipe.resolve(method))
@@ -150,7 +150,7 @@ def test_guidance_that_its_authors_change_while_they_draw_is_reported(
 ) -> None:
     """Of each scale once; the default, and none at all, are the same at every token of theirs."""
     pipe = LanternPipeline.from_pretrained(
-        str(public / NAME), given=Given(image_size=SIDE), device="cpu", dtype="float32"
+        str(public / NAME), given=PartOverrides(image_size=SIDE), device="cpu", dtype="float32"
     )
     requests = [Request(p, 0, Sampling(scale)) for scale in (1.0, 4.0, 7.5, 3.0) for p in PROMPTS]
     rules = [re.search(r"guidance is .* max\(.*", note) for _, note in pipe.notes(requests)]

@@ -22,7 +22,7 @@ from lantern_hpu.decode.state import walk_tensors
 from lantern_hpu.errors import DeviceError, OptionError, WeightsError
 from lantern_hpu.models.config import ConditionConfig, ModelConfig, T5Config
 from lantern_hpu.models.files.load import open_model
-from lantern_hpu.models.files.names import Given
+from lantern_hpu.models.files.names import PartOverrides
 from lantern_hpu.models.model import EmptyModel, Placement
 from lantern_hpu.plan.requirements import accelerators, find_model, parse_memory
 from lantern_hpu.tree import DraftTree, load_tree
@@ -36,7 +36,7 @@ __all__ = ["empty_cache"]
 
 
 def counted(name: str | Path, **given: str) -> ModelConfig:
-    return find_model(str(name), Given(**given)).config  # type: ignore[arg-type]
+    return find_model(str(name), PartOverrides(**given)).config  # type: ignore[arg-type]
 
 
 def setup(dtype: str = "bfloat16", tree: str | None = "chain", **options: Any) -> memory.Setup:
@@ -245,7 +245,7 @@ def test_a_drafter_that_is_not_used_is_loaded_if_it_is_here(empty_cache: Path) -
     peaks = []
     for step in (lambda: None, lambda: whole(empty_cache, entry, "drafter")):
         step()
-        model = find_model(T2I, Given())
+        model = find_model(T2I, PartOverrides())
         peaks.append(memory.peak(model.config, setup(tree=None, loads_drafter=model.loads_drafter)))
     assert peaks[1] == peaks[0] + entry.config.parameters["drafter"] * 2
 
@@ -333,7 +333,7 @@ def test_what_does_not_fit_is_refused_before_it_is_loaded(monkeypatch: pytest.Mo
     from lantern_hpu import loading, pipeline
     from lantern_hpu.backends.base import Memory
     from lantern_hpu.backends.cpu.backend import CPUBackend
-    from lantern_hpu.models.files.load import Opened
+    from lantern_hpu.models.files.load import OpenedModel
 
     class Card(CPUBackend):
         name = "card"
@@ -344,7 +344,7 @@ def test_what_does_not_fit_is_refused_before_it_is_loaded(monkeypatch: pytest.Mo
 
     loaded: list[Any] = []
     monkeypatch.setattr(loading, "get_backend", lambda *args: Card())
-    monkeypatch.setattr(Opened, "load", lambda *args: loaded.append(args))
+    monkeypatch.setattr(OpenedModel, "load", lambda *args: loaded.append(args))
     with pytest.raises(DeviceError, match=r"builtin needs 89\.\d MB") as refused:
         pipeline.LanternPipeline.from_pretrained("builtin")
     assert "does not fit in 60.0 MB (free on card)" in refused.value.why

@@ -12,13 +12,13 @@ from safetensors.torch import save_file
 
 from lantern_hpu.errors import WeightsError
 from lantern_hpu.models.files.load import open_model
-from lantern_hpu.models.files.names import Given
+from lantern_hpu.models.files.names import PartOverrides
 from lantern_hpu.models.model import ImageModel, Placement
 from lantern_hpu.zoo.find import find_parts
 
 
 def loaded(model: Path, **given: Any) -> ImageModel:
-    return open_model(find_parts(str(model), Given(**given))).load(Placement())
+    return open_model(find_parts(str(model), PartOverrides(**given))).load(Placement())
 
 
 def written(model: Path, folder: Path, whole: bool, **about: Any) -> Path:

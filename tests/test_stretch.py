@@ -25,7 +25,7 @@ from lantern_hpu.errors import DeviceError, OptionError
 from lantern_hpu.methods.relaxation import Clustered
 from lantern_hpu.models.config import DrafterConfig, TransformerConfig
 from lantern_hpu.models.files.load import open_model
-from lantern_hpu.models.files.names import Given
+from lantern_hpu.models.files.names import PartOverrides
 from lantern_hpu.models.files.write import write_model
 from lantern_hpu.models.model import ImageModel, Placement
 from lantern_hpu.ops.sampling import SamplingParams, to_probs
@@ -163,7 +163,9 @@ def test_the_step_can_be_captured(models: dict[int, ImageModel]) -> None:
 
 
 def test_padding_that_a_drafter_sees_is_not_added() -> None:
-    config = replace(find_model("builtin", Given()).config, drafter=DrafterConfig(sees_pads=True))
+    config = replace(
+        find_model("builtin", PartOverrides()).config, drafter=DrafterConfig(sees_pads=True)
+    )
     large = replace(config.target, dim=640, heads=10, prefix=120)
     assert stretched_config(config, "x", large).target.prefix == config.target.prefix
     other = replace(config, drafter=DrafterConfig(norm_eps=1e-6, ffn_dim=64))
@@ -324,7 +326,7 @@ def test_sizes_that_do_not_fit_are_refused(
 
 
 def test_the_embedded_model_stretches_to_what_is_offered() -> None:
-    config = find_model("builtin", Given()).config
+    config = find_model("builtin", PartOverrides()).config
     for name in LLAMAGEN:
         large = find_sizes(name).config.target
         found = stretched_config(config, name, large).target

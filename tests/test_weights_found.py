@@ -19,7 +19,7 @@ from lantern_hpu.errors import WeightsError
 from lantern_hpu.models.families.eagle import open_drafter
 from lantern_hpu.models.files.checkpoint import open_checkpoint
 from lantern_hpu.models.files.load import open_model
-from lantern_hpu.models.files.names import Given, read_config
+from lantern_hpu.models.files.names import PartOverrides, read_config
 from lantern_hpu.models.model import ImageModel, Placement, open_table
 from lantern_hpu.models.text.tokens import load_tokenizer
 from lantern_hpu.results.saved_tokens import read_saved_tokens
@@ -35,7 +35,7 @@ PAGE = b"\n<!DOCTYPE html>\n<html><head><title>Sign in</title></head></html>\n"
 
 def loaded(folder: Path, **parts: Any) -> ImageModel:
     named: dict[str, Any] = {name: str(path) for name, path in parts.items()}
-    given = Given(**named)
+    given = PartOverrides(**named)
     return open_model(find_parts(str(folder), given)).load(Placement())
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from lantern_hpu.commands.options import Parser, add_fields, file_path, from_args
 from lantern_hpu.errors import OptionError, choices, exit_code
-from lantern_hpu.models.files.names import Given
+from lantern_hpu.models.files.names import PartOverrides
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -29,11 +29,11 @@ def make_parser() -> argparse.ArgumentParser:
     add("output", type=file_path, help="folder to write; must not exist")
     number = f"{choices(DTYPES)}; auto: as stored (auto)"
     add("--dtype", default="auto", help=number)
-    add_fields(parser.add_argument_group("parts"), Given)
+    add_fields(parser.add_argument_group("parts"), PartOverrides)
     return parser
 
 
-def convert(source: str, output: Path, dtype: str, given: Given) -> str:
+def convert(source: str, output: Path, dtype: str, given: PartOverrides) -> str:
     """Write the folder. -> what it holds"""
     if dtype not in DTYPES:
         raise OptionError(f"--dtype is {dtype}", hint=choices(DTYPES, dtype))
@@ -49,6 +49,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
 
     def command() -> None:
-        print(convert(args.source, args.output, args.dtype, from_args(Given, args)))
+        print(convert(args.source, args.output, args.dtype, from_args(PartOverrides, args)))
 
     return exit_code(command)

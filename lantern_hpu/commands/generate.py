@@ -37,13 +37,13 @@ from lantern_hpu.fields import IMAGE_PARAMS, MAX_IMAGES, given_params, only
 from lantern_hpu.files import clear_temporary, some_of
 from lantern_hpu.methods.relaxation import EXACT, Relaxation
 from lantern_hpu.methods.setting import WINDOWS, Resolved, Setting, lacks_drafter, setting_of
-from lantern_hpu.models.files.names import Given
+from lantern_hpu.models.files.names import PartOverrides
 from lantern_hpu.models.text.frames import no_negative, takes_negative
 from lantern_hpu.results.png import drawn_otherwise, is_cut_off, read_png
 from lantern_hpu.results.prompts import numbered_prompts
 
 if TYPE_CHECKING:
-    from lantern_hpu.models.files.load import Opened
+    from lantern_hpu.models.files.load import OpenedModel
     from lantern_hpu.pipeline import LanternPipeline
     from lantern_hpu.results.images import GenerationResult
     from lantern_hpu.results.outputs import Outputs
@@ -58,7 +58,7 @@ def make_parser() -> argparse.ArgumentParser:
     how = parser.add_argument_group("how it runs")
     models = "`builtin`, a name of `lantern-hpu models`, a Hub id, a folder or a weights file"
     how.add_argument("--model", help=f"{models} (builtin)")
-    options.add_fields(how, Given)
+    options.add_fields(how, PartOverrides)
     options.add_device_options(how)
     options.add_running_options(how)
     many = "Ray processes that generate, one per card (default: generate in this process)"
@@ -112,7 +112,7 @@ class GenerateJob:
     prompts: dict[int, str]  # one an image, by its number
     seed: int
     model: str
-    given: Given
+    given: PartOverrides
     device: DeviceOptions
     batch_size: int | None = None
     labels: bool = False  # whether some prompts are class labels
@@ -142,7 +142,7 @@ class GenerateJob:
         sampling = replace(pipeline.model.sampling, **self.sampling)
         return pipeline.resolve(self.setting, self.slots), sampling
 
-    def check_model(self, opened: Opened) -> None:
+    def check_model(self, opened: OpenedModel) -> None:
         """Refuse what a model cannot draw, before its weights are read."""
         condition, name = opened.config.condition, opened.name
         if self.labels and condition.kind != "classes":
@@ -199,7 +199,7 @@ def new_job(args: argparse.Namespace) -> GenerateJob:
         prompts={n * count + i: text for n, text in prompts.items() for i in range(count)},
         seed=seed,
         model=args.model or "builtin",
-        given=options.from_args(Given, args),
+        given=options.from_args(PartOverrides, args),
         device=options.from_args(DeviceOptions, args),
         batch_size=args.batch_size,
         labels=bool(args.class_label),
@@ -239,14 +239,14 @@ def job_of_png(args: argparse.Namespace) -> GenerateJob:
         "kernels": args.kernels or config.get("kernels", kernels),
         "threads": threads_again(args, data),
     }
-    parts, stored = options.from_args(Given, args), config.get("parts", {})
+    parts, stored = options.from_args(PartOverrides, args), config.get("parts", {})
     # By name: metadata is not trusted, so known fields alone are read.
-    parts_of = {f.name: getattr(parts, f.name) or stored.get(f.name) for f in fields(Given)}
+    parts_of = {f.name: getattr(parts, f.name) or stored.get(f.name) for f in fields(PartOverrides)}
     return GenerateJob(
         prompts={0: data["prompt"]},
         seed=data["seed"],
         model=args.model or config["model"],
-        given=Given(**parts_of),
+        given=PartOverrides(**parts_of),
         device=replace(options.from_args(DeviceOptions, args), **device),
         batch_size=args.batch_size,
         negative=config.get("negative"),

@@ -21,12 +21,12 @@ from lantern_hpu.commands import options
 from lantern_hpu.errors import OptionError, WeightsError, exit_code
 from lantern_hpu.files import check_free, reported_as, write_file
 from lantern_hpu.models.config import TransformerConfig
-from lantern_hpu.models.files.names import VQ, Given
+from lantern_hpu.models.files.names import VQ, PartOverrides
 
 if TYPE_CHECKING:
     from PIL import Image
 
-    from lantern_hpu.models.files.load import Opened
+    from lantern_hpu.models.files.load import OpenedModel
     from lantern_hpu.results.saved_tokens import SavedTokens
 
 
@@ -40,7 +40,7 @@ def make_parser() -> argparse.ArgumentParser:
     output = "a .png file, or a folder (out)"
     add("--output", type=options.output_path, default="out", help=output)
     add("--force", action="store_true", help="replace existing files")
-    options.add_fields(parser, Given)
+    options.add_fields(parser, PartOverrides)
     options.add_device_options(parser, graphs=False)
     return parser
 
@@ -77,7 +77,7 @@ def check_tokenizer(saved: SavedTokens, same: Collection[str], file: Path) -> No
 
 
 def diffused(
-    saved: SavedTokens, opened: Opened, file: Path, device: DeviceOptions
+    saved: SavedTokens, opened: OpenedModel, file: Path, device: DeviceOptions
 ) -> Iterator[Image.Image]:
     """Pictures of codes that a diffusion model reads, one at a time."""
     from lantern_hpu.models.diffusion import DiffusionPixels
@@ -103,7 +103,7 @@ def diffused(
 
 
 def decoded(
-    saved: SavedTokens, opened: Opened, file: Path, device: DeviceOptions
+    saved: SavedTokens, opened: OpenedModel, file: Path, device: DeviceOptions
 ) -> Iterator[Image.Image]:
     """Pictures by the model's VQ tokenizer, one at a time."""
     from lantern_hpu.decode.pixels import codes_of, decode_codes
@@ -127,7 +127,7 @@ def decode_saved(args: argparse.Namespace) -> str:
     from lantern_hpu.results.png import encode, with_metadata
     from lantern_hpu.results.saved_tokens import read_saved_tokens
 
-    given, device = options.from_args(Given, args), options.from_args(DeviceOptions, args)
+    given, device = options.from_args(PartOverrides, args), options.from_args(DeviceOptions, args)
     saved = read_saved_tokens(args.tokens)
     files, _ = image_files(args.output, saved.prompts, False)
     check_free(files, args.force)
@@ -137,7 +137,7 @@ def decode_saved(args: argparse.Namespace) -> str:
     from lantern_hpu.models.files.load import open_model
     from lantern_hpu.zoo.find import find_parts
 
-    opened = open_model(find_parts(args.model, given, spared=("text",)))
+    opened = open_model(find_parts(args.model, given, optional=("text",)))
     opened.check_pictures()
     make = decoded if opened.pixels is None else diffused
     named = zip(tqdm(files, unit="image"), saved.metadata, strict=True)

@@ -22,7 +22,7 @@ from lantern_hpu.commands.serve import names
 from lantern_hpu.errors import OptionError, as_option, exit_code, require, shell, spelled
 from lantern_hpu.files import amount
 from lantern_hpu.methods.setting import METHODS
-from lantern_hpu.models.files.names import Given
+from lantern_hpu.models.files.names import PartOverrides
 from lantern_hpu.results.tables import WIDTH, Table, aligned, figure
 from lantern_hpu.serve.options import DEFAULT, ServeOptions
 from lantern_hpu.zoo.registry import entries
@@ -54,7 +54,7 @@ def make_parser() -> argparse.ArgumentParser:
     serving.add_argument("--serve", action="store_true", help="count what `serve` captures")
     serving.add_argument("--slots", type=int, default=ServeOptions.slots, help="its slots (8)")
     add("--json", action="store_true", help="print as JSON")
-    add_fields(parser.add_argument_group("parts in place of the model's own"), Given)
+    add_fields(parser.add_argument_group("parts in place of the model's own"), PartOverrides)
     return parser
 
 
@@ -62,7 +62,7 @@ def print_plan(args: argparse.Namespace) -> None:
     prepare(args.device.partition(":")[0])  # before torch is loaded
     from lantern_hpu.plan.requirements import find_device, find_model, setup_of
 
-    given = from_args(Given, args)
+    given = from_args(PartOverrides, args)
     options: dict[str, Any] = {
         "dtype": args.dtype,
         "batch_size": args.batch_size,
@@ -71,7 +71,7 @@ def print_plan(args: argparse.Namespace) -> None:
         "keep_text": args.keep_text or DeviceOptions.keep_text,
     }
     if args.name is None:
-        if args.serve or args.method or args.tree or given != Given():
+        if args.serve or args.method or args.tree or given != PartOverrides():
             why = "methods, trees, servers and parts are those of one model"
             raise OptionError("no model is named", why, shell("plan NAME"))
         rows = [
@@ -201,7 +201,7 @@ def plan_row(name: str, where: str, memory: str | None, options: dict[str, Any])
     from lantern_hpu.plan.requirements import accelerators, find_device, find_model, setup_of
     from lantern_hpu.tree import DraftTree, Tree
 
-    model = find_model(name, Given())
+    model = find_model(name, PartOverrides())
     device = find_device(where, memory, model.config.target.parameters)
     setup = setup_of(model, device, **options)
     card = accelerators().get(where.partition(":")[0]) or accelerators().get(device.name)

@@ -18,7 +18,7 @@ from lantern_hpu.commands import options
 from lantern_hpu.commands.options import Parser, add_fields, from_args
 from lantern_hpu.console import nonblocking_stderr
 from lantern_hpu.errors import Arg, OptionError, exit_code, listed, require, words
-from lantern_hpu.models.files.names import Given
+from lantern_hpu.models.files.names import PartOverrides
 from lantern_hpu.serve.options import DEFAULT, FILTERS, ServeOptions
 
 
@@ -45,7 +45,7 @@ def make_parser() -> argparse.ArgumentParser:
     processes = "server processes through Ray, one per card (1: without Ray)"
     much.add_argument("--replicas", type=int, default=1, help=processes)
     how = parser.add_argument_group("how it runs")
-    add_fields(how, Given)
+    add_fields(how, PartOverrides)
     options.add_device_options(how)
     options.add_running_options(how)
     parser.add_argument("--version", action="version", version=f"lantern_hpu {__version__}")
@@ -58,7 +58,7 @@ def serve_request(args: argparse.Namespace) -> ServeOptions:
     key = args.api_key  # an empty one, as of a variable that is not set, is refused
     key = os.environ.get("LANTERN_HPU_API_KEY") or None if key is None else key
     made = {
-        "given": from_args(Given, args),
+        "given": from_args(PartOverrides, args),
         "device": from_args(DeviceOptions, args),
         "methods": served_methods(args),
         "allow": names(args.allow, "allow"),

@@ -19,7 +19,7 @@ from typing import Any
 from lantern_hpu.backends import DeviceOptions, prepare
 from lantern_hpu.commands.options import Parser, add_device_options, add_fields, from_args
 from lantern_hpu.errors import exit_code
-from lantern_hpu.models.files.names import Given
+from lantern_hpu.models.files.names import PartOverrides
 from lantern_hpu.train.options import TrainOptions, TrainRequest, check_training
 from lantern_hpu.zoo.cards import MEASURED
 
@@ -33,7 +33,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_fields(drafter, TrainRequest)
     add_fields(drafter, TrainOptions)
     add_device_options(drafter, graphs=False)
-    add_fields(drafter, Given)
+    add_fields(drafter, PartOverrides)
     return parser
 
 
@@ -49,7 +49,7 @@ def training_summary(report: dict[str, Any], folder: Path) -> str:
 
 def train_drafter(args: argparse.Namespace) -> None:
     device = replace(from_args(DeviceOptions, args), graphs="eager", layout="plain")
-    parts = {"options": from_args(TrainOptions, args), "given": from_args(Given, args)}
+    parts = {"options": from_args(TrainOptions, args), "given": from_args(PartOverrides, args)}
     wanted = from_args(TrainRequest, args, device=device, **parts)
     check_training(wanted)
     prepare(wanted.device.device, wanted.device.graphs)  # before torch is imported

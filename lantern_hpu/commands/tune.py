@@ -35,7 +35,7 @@ from lantern_hpu.errors import Arg, DeviceError, OptionError, exit_code, needing
 from lantern_hpu.files import check_free, write_file
 from lantern_hpu.methods import tuned_trees
 from lantern_hpu.methods.setting import METHODS, Setting
-from lantern_hpu.models.files.names import Given
+from lantern_hpu.models.files.names import PartOverrides
 from lantern_hpu.results.prompts import read_prompts
 from lantern_hpu.tune.options import LARGE, TuneOptions, check_profile, read_profile
 
@@ -48,7 +48,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = Parser("lantern-hpu tune", description=about)
     what = parser.add_argument_group("what to tune for")
     add_fields(what, TuneOptions, "model")
-    add_fields(what, Given)
+    add_fields(what, PartOverrides)
     add_device_options(what)
     add_fields(what, DeviceOptions, "quantize")
     add_fields(what, TuneOptions, "method", "batch_size")
@@ -99,7 +99,7 @@ def tune_trees(args: argparse.Namespace, argv: Sequence[str]) -> None:
     from lantern_hpu.tune.result import tuning_text
     from lantern_hpu.tune.tuner import check_model, run_tuning, tuning_report
 
-    given = from_args(Given, args)
+    given = from_args(PartOverrides, args)
     loaded = LanternPipeline.from_pretrained(options.model, given=given, **vars(device))
     with closing(loaded) as pipeline:
         situation = pipeline.situation(str(options.setting), options.batch_size)

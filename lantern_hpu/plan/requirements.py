@@ -20,7 +20,7 @@ from lantern_hpu.methods.setting import AUTO, ResolveContext, Setting
 from lantern_hpu.methods.setting import resolve as resolve_setting
 from lantern_hpu.models.config import ModelConfig
 from lantern_hpu.models.files.load import open_model
-from lantern_hpu.models.files.names import Given, given_path
+from lantern_hpu.models.files.names import PartOverrides, given_path
 from lantern_hpu.zoo.find import Located, find_parts
 from lantern_hpu.zoo.registry import get
 
@@ -34,9 +34,9 @@ class Counted:
     guided: bool = True
 
 
-def find_model(name: str, given: Given) -> Counted:
+def find_model(name: str, given: PartOverrides) -> Counted:
     """What there is to count of a known model, the embedded one, a folder or a weights file."""
-    if name == "builtin" or os.path.exists(given_path(name)) or given != Given():
+    if name == "builtin" or os.path.exists(given_path(name)) or given != PartOverrides():
         return Counted(open_model(find_parts(name, given)).config)
     entry = get(name, "a folder or a weights file")
     guided = entry.sampling["cfg_scale"] != 1

@@ -10,7 +10,7 @@ from lantern_hpu.errors import Arg, OptionError, choices, require, words
 from lantern_hpu.fields import check_ranges, option
 from lantern_hpu.methods.relaxation import PRESETS
 from lantern_hpu.methods.setting import AUTO, Setting
-from lantern_hpu.models.files.names import Given
+from lantern_hpu.models.files.names import PartOverrides
 
 # Each makes the step's graph larger, and so is asked for
 FILTERS = ("greedy", "top_k", "top_p", *PRESETS)
@@ -37,7 +37,7 @@ class ServeOptions:
     served_model_name: tuple[str, ...] = option(
         (), "names of the model for requests, the first for answers (its own)", metavar="NAME"
     )
-    given: Given = field(default_factory=Given)
+    given: PartOverrides = field(default_factory=PartOverrides)
     device: DeviceOptions = field(default_factory=DeviceOptions)
     methods: tuple[str, ...] = ()
     allow: tuple[str, ...] = ()

@@ -29,7 +29,7 @@ from lantern_hpu.errors import (
     words,
 )
 from lantern_hpu.methods.setting import lacks_drafter
-from lantern_hpu.models.files.load import Opened
+from lantern_hpu.models.files.load import OpenedModel
 from lantern_hpu.models.model import of_size
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.serve.app import make_app
@@ -68,7 +68,7 @@ def listen(host: str, port: int) -> socket.socket:
     return result
 
 
-def check_served(options: ServeOptions, opened: Opened) -> None:
+def check_served(options: ServeOptions, opened: OpenedModel) -> None:
     """Refuse what cannot be served before weights are read."""
     opened.check_pictures()
     for setting in options.settings:

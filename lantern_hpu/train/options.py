@@ -11,7 +11,7 @@ from typing import Any
 from lantern_hpu.backends import DeviceOptions
 from lantern_hpu.errors import Arg, OptionError, OutputError, choices, require, words
 from lantern_hpu.fields import argument_name, check_ranges, option
-from lantern_hpu.models.files.names import Given
+from lantern_hpu.models.files.names import PartOverrides
 
 PRECISIONS = ("no", "bf16", "fp16")
 NEEDED = ("accelerate", "matplotlib")
@@ -71,7 +71,7 @@ class TrainRequest:
     output: Path = option(MISSING, "folder for the drafter and its checkpoints", metavar="FOLDER")
     options: TrainOptions = field(default_factory=TrainOptions)
     device: DeviceOptions = field(default_factory=DeviceOptions)
-    given: Given = field(default_factory=Given)
+    given: PartOverrides = field(default_factory=PartOverrides)
     model: str = option("builtin", "target model to train the drafter for")
     tokens: Path | None = option(
         None, "additional training images as tokens (.npz)", metavar="FILE"

@@ -20,7 +20,7 @@ from lantern_hpu.models.files.names import (
     ARGUMENTS,
     BUILTIN,
     CONFIG,
-    Given,
+    PartOverrides,
     Parts,
     given_path,
     is_weights,
@@ -170,8 +170,10 @@ def draw_command(entry: KnownModel, folder: Path | None = None) -> str:
     return joined(["python -m lantern_hpu.generate", model, what, *made], as_option)
 
 
-def find_parts(model: str, given: Given = Given(), spared: tuple[str, ...] = ()) -> Parts:
-    """The parts of a model, those in `given` in place of its own; those in `spared` may be missing."""
+def find_parts(
+    model: str, given: PartOverrides = PartOverrides(), optional: tuple[str, ...] = ()
+) -> Parts:
+    """The parts of a model, those in `given` in place of its own; those in `optional` may be missing."""
     given_paths = given.paths()
     absent = [
         Arg(ARGUMENTS[name], str(path))
@@ -180,27 +182,27 @@ def find_parts(model: str, given: Given = Given(), spared: tuple[str, ...] = ())
     ]
     if absent:
         raise WeightsError("no such file or folder", words(*absent), "check the path")
-    result, wanted = parts_of(model, tuple(given_paths), spared), given.image_size
+    result, wanted = parts_of(model, tuple(given_paths), optional), given.image_size
     size = result.image_size
     if wanted is not None and size not in (None, wanted):
         why = f"{model} draws {size} x {size} pixels"
         raise WeightsError(words(Arg("image_size"), f"is {wanted}"), why, "leave it out")
-    result = replace(in_pipeline(result), image_size=wanted or size, spared=spared)
+    result = replace(in_pipeline(result), image_size=wanted or size, optional=optional)
     return replace(result, **given_paths)  # type: ignore[arg-type]
 
 
-def parts_of(model: str, given: Collection[str], spared: Collection[str] = ()) -> Parts:
+def parts_of(model: str, given: Collection[str], optional: Collection[str] = ()) -> Parts:
     """The parts of a model at their usual places."""
     if model == "builtin":
         return Parts("builtin", "builtin", BUILTIN)
     path = given_path(model)
     if os.path.isdir(path):  # a name too long for a file is none
-        return from_folder(path, given, spared)
+        return from_folder(path, given, optional)
     if os.path.exists(path):
         return Parts(path.stem, os.path.abspath(path), path, **beside(path.parent, path, given))
     if model in registry.entries() or registry.sources(model):
         entry = registry.get(model)
-        return known(entry, require_parts(entry, given=(*given, *spared)), entry.name)
+        return known(entry, require_parts(entry, given=(*given, *optional)), entry.name)
     why = "neither a known name nor a file or folder"
     known_names = ["builtin", *registry.entries()]
     raise WeightsError(f"unknown model {model!r}", why, choices(known_names, model))
@@ -224,7 +226,7 @@ def known(entry: KnownModel, found: Located, where: str) -> Parts:
     return Parts(entry.name, where, **roles, image_size=size, sampling=sampling)
 
 
-def from_folder(folder: Path, given: Collection[str], spared: Collection[str] = ()) -> Parts:
+def from_folder(folder: Path, given: Collection[str], optional: Collection[str] = ()) -> Parts:
     """A folder of our own, or published checkpoints side by side."""
     result = os.path.abspath(folder)
     # A version of a repository in the Hub's cache is called as the repository
@@ -233,7 +235,7 @@ def from_folder(folder: Path, given: Collection[str], spared: Collection[str] = 
         return Parts(name, result, folder)
     entry = of_folder(folder)
     if entry is not None:
-        return known(entry, require_parts(entry, folder, (*given, *spared)), result)
+        return known(entry, require_parts(entry, folder, (*given, *optional)), result)
     if (folder / AUTOREGRESSIVE).is_dir():
         return Parts(name, result, folder)
     target = target_in(folder)

@@ -21,7 +21,7 @@ from lantern_hpu.commands import options
 from lantern_hpu.commands.options import Parser, add_fields, from_args, given_fields
 from lantern_hpu.core import Sampling
 from lantern_hpu.errors import OptionError, choices, exit_code, listed
-from lantern_hpu.models.files.names import Given
+from lantern_hpu.models.files.names import PartOverrides
 from lantern_lab.evaluate.metrics import PUBLISHED
 from lantern_lab.evaluate.options import (
     EvaluateOptions,
@@ -65,7 +65,7 @@ def add_drawn(group: argparse._ArgumentGroup) -> None:
     protocols = ", ".join([SCENES, *PRESETS])
     images = f"number of images, from the first prompts of the set (all if not set); for {SCENES}"
     add_fields(group, EvaluateRequest, "model")
-    add_fields(group, Given)
+    add_fields(group, PartOverrides)
     add("--preset", help=f"protocol: {protocols} ({SCENES} for the embedded model)")
     add_fields(group, Library, "prompts", "prompts_file")
     options.add_method_options(group, f"the preset's; of {SCENES}: {SCENES_ROWS}")
@@ -128,7 +128,7 @@ def evaluate_request(args: argparse.Namespace) -> EvaluateRequest:
         "painted": from_args(PaintedOptions, args) if library is None else PaintedOptions(),
         "options": from_args(EvaluateOptions, args, floor=not args.no_floor),
         "sampling": given_fields(Sampling, args),
-        "given": from_args(Given, args),
+        "given": from_args(PartOverrides, args),
         "device": from_args(DeviceOptions, args),
         "folders": folders_of(args.folder),
     }

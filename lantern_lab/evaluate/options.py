@@ -12,7 +12,7 @@ from lantern_hpu.core import Sampling
 from lantern_hpu.errors import Arg, OptionError, words
 from lantern_hpu.fields import MAX_IMAGES, check_ranges, option
 from lantern_hpu.methods.setting import AUTO, Setting
-from lantern_hpu.models.files.names import Given
+from lantern_hpu.models.files.names import PartOverrides
 from lantern_lab.evaluate.protocols import Library
 
 EXPORTED = ("geneval", "dpg")  # sets whose benchmarks read pictures in a layout of their own
@@ -91,7 +91,7 @@ class EvaluateRequest:
     painted: PaintedOptions = field(default_factory=PaintedOptions)
     options: EvaluateOptions = field(default_factory=EvaluateOptions)
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    given: Given = field(default_factory=Given)
+    given: PartOverrides = field(default_factory=PartOverrides)
     device: DeviceOptions = field(default_factory=DeviceOptions)
     folders: Mapping[str, Path] = field(default_factory=dict)
     images: int | None = option(None, "", name="num_images")

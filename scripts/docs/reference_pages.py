@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 from lantern_hpu.fields import IMAGE_PARAMS
-from lantern_hpu.models.files.names import Given
+from lantern_hpu.models.files.names import PartOverrides
 from lantern_hpu.results.tables import markdown
 
 
@@ -259,7 +259,7 @@ def memory_of(name: str, device: str, images: int) -> str:
     from lantern_hpu.files import amount
     from lantern_hpu.plan.requirements import find_model, setup_of
 
-    model = find_model(name, Given())
+    model = find_model(name, PartOverrides())
     where = DeviceMemory(None, "a table", is_host=device == "cpu")
     setup = setup_of(model, where, "bfloat16", batch_size=images)
     return amount(peak(model.config, setup))

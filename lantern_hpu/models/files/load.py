@@ -81,7 +81,7 @@ TEXT_MISSING = words("the text encoder (given by", Arg("text_encoder"), "; googl
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedModel:
     """A model of known sizes; its weights are not read yet.
 
     Attributes:
@@ -153,7 +153,7 @@ class Opened:
         return model
 
 
-def open_model(parts: Parts) -> Opened:
+def open_model(parts: Parts) -> OpenedModel:
     ours = (parts.target / CONFIG).is_file()
     opened = open_folder(parts) if ours else open_published(parts)
     config, drafter = with_text(opened.config, parts.text), None
@@ -172,7 +172,7 @@ def open_model(parts: Parts) -> Opened:
     return replace(opened, config=config, drafter=drafter)
 
 
-def open_folder(parts: Parts) -> Opened:
+def open_folder(parts: Parts) -> OpenedModel:
     """A folder of ours; see `write.py`."""
     path = parts.target
     description, config = read_config(path)
@@ -216,10 +216,10 @@ def open_folder(parts: Parts) -> Opened:
 
     pixels = parts.pixels or (Path(description["pixels"]) if description.get("pixels") else None)
     name, notes = description.get("name") or path.name, tuple(description.get("notes") or ())
-    return Opened(parts, name, config, code_pixels, sampling, weights, pixels, fastest, notes)
+    return OpenedModel(parts, name, config, code_pixels, sampling, weights, pixels, fastest, notes)
 
 
-def open_published(parts: Parts) -> Opened:
+def open_published(parts: Parts) -> OpenedModel:
     stored = open_checkpoint(parts.target)
     if any(name.startswith(INNER_HEADS) for name in stored.shapes):
         stored = stored.within("model.")
@@ -236,7 +236,7 @@ def open_published(parts: Parts) -> Opened:
     }
     missing: list[str] = []
     for part, (lacks, what) in absent.items():
-        if lacks and part not in parts.spared:
+        if lacks and part not in parts.optional:
             missing += [";", what] if missing else [what]
     if missing:
         hint = "name them, or put them beside the target"
@@ -247,7 +247,7 @@ def open_published(parts: Parts) -> Opened:
         config = replace(config, vq=sizes)
     target = published.weights
     notes = tuple(one.note for one in (target.checkpoint, tokenizer) if one and one.note)
-    return Opened(
+    return OpenedModel(
         parts=parts,
         name=parts.name,
         config=config,

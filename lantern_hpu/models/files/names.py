@@ -42,11 +42,11 @@ class Parts:
     image_size: int | None = None
     sampling: dict[str, Any] | None = None
     # Parts that may be missing: `vq` for tokens alone, `text` where no prompt is read
-    spared: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class Given:
+class PartOverrides:
     """Parts that the user named on their own."""
 
     drafter: str | None = option(None, "path of a drafter: published, or from `lantern-hpu train`")
@@ -70,7 +70,7 @@ class Given:
             why = f"allowed: multiples of {CODE_PIXELS}"
             raise OptionError(words(Arg("image_size"), f"is {size}"), why, "256, 384 or 512")
 
-    def resolved(self) -> Given:
+    def resolved(self) -> PartOverrides:
         """The same parts by paths that hold from anywhere."""
         paths = {n: os.path.abspath(path) for n, path in self.paths().items()}
         return replace(self, **paths)  # type: ignore[arg-type]
@@ -80,7 +80,7 @@ class Given:
 
 
 # Those that are paths, as errors name them
-ARGUMENTS = {p.name: argument_name(p) for p in fields(Given) if p.name != "image_size"}
+ARGUMENTS = {p.name: argument_name(p) for p in fields(PartOverrides) if p.name != "image_size"}
 
 
 def given_path(text: str) -> Path:
