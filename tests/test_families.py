@@ -104,7 +104,7 @@ REFUSED = (
     (MAMMOTH, f'{MAMMOTH_NETWORK}.moe_type="attention-2:4"', STATES, "moe_type is attention-2:4"),
     (MAMMOTH, "", f"{STATES} --text-encoder {{public}}/simplear", "is not Qwen2.5's"),
     (GLM, "", f"{TOKENS} --height 100", "multiples of 32"),
-    (GLM, "", f"{TOKENS} --height 64 --width 0", "multiples of 32"),
+    (GLM, "", f"{TOKENS} --height 64 --width 0", "--width is 0"),
     (GLM, "", f"{TOKENS} --height 96000 --width 3200", "4111 positions, 4096 were trained"),
     (GLM, "-vision_language_encoder/model-00002-of-00004.safetensors", "", "00002-of-00004"),
     (GLM, "-processor/tokenizer.json", "", "tokenizer.json"),

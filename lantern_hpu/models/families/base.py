@@ -74,7 +74,6 @@ class Files:
 class Published:
     """What a published target turned out to be."""
 
-    family: Family
     config: ModelConfig
     weights: Stored  # of `target.*` and of the condition's modules
     tokenizer: Checkpoint | None  # a whole image tokenizer, if the target's own file holds one
@@ -265,7 +264,7 @@ class Family:
         target = replace(target, note=target.note or note)
         weights = Stored(target, recipe, self.ignored)
         sizes = ModelConfig(config, condition, codebook=vectors)
-        return Published(self, sizes, weights, tokenizer, sampling)
+        return Published(sizes, weights, tokenizer, sampling)
 
     def split(self, checkpoint: Checkpoint) -> tuple[Checkpoint, Checkpoint | None]:
         """The target's tensors, and those of a whole image tokenizer."""
