@@ -97,23 +97,22 @@ def print_plan(args: argparse.Namespace) -> None:
 
 def plan_report(name: str, model: ModelConfig, setup: Setup, device: DeviceMemory) -> Iterator[str]:
     """The table of the phase that needs most, with its total and those of the others; and whether it fits."""
-    from lantern_hpu.decode.memory import fit_report, largest_phase, phases, summed
+    from lantern_hpu.decode.memory import fit_report
     from lantern_hpu.decode.spec import capacity
 
-    phase, rows = largest_phase(model, setup)
+    found = facts(model, setup, device)
     spec = setup.spec
     guided = "with guidance" if spec.guidance else "without guidance"
     images = f"{spec.images} image{'s' * (spec.images > 1)} at a time"
     positions = capacity(model.target, spec.tree)
     dtype = f"{setup.dtype}, {setup.quantize} blocks" if setup.quantize else setup.dtype
     yield f"{name}, {dtype}, {images}, {guided}, tree {spec.tree.name}, {positions} positions a row"
-    others = {name: summed(found) for name, found in phases(model, setup).items() if name != phase}
-    lines = [*rows, (f"total while {phase}", summed(rows))]
-    width = max(len(label) for label, _ in [*lines, *((f"(while {p}", 0) for p in others)])
-    for label, count in lines:
-        yield f"  {label:<{width}}  {amount(count):>9}"
-    for other, count in others.items():
-        yield f"  {f'(while {other}':<{width}}  {amount(count):>9})"
+    rows = found["bytes"] | {f"total while {found['phase']}": found["total"]}
+    others = {name: need for name, need in found["phases"].items() if name != found["phase"]}
+    rows |= {f"(while {other}": need for other, need in others.items()}
+    width = max(map(len, rows))
+    for label, count in rows.items():
+        yield f"  {label:<{width}}  {amount(count):>9}" + ")" * label.startswith("(")
     if model.lacks_text:
         yield "  the text encoder is not here and not counted: --text-encoder FOLDER"
     if device.memory is None:

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from lantern_hpu.errors import Arg
+
 # What a file may ask for before its weights are looked at
 MOST_LAYERS, MOST_TOKENS = 1000, 2**24
 LARGEST = 2**53  # a whole number that JSON holds exactly
@@ -383,11 +385,11 @@ class ModelConfig:
         return rows * pixels, columns * pixels
 
     @property
-    def result(self) -> str:
+    def result(self) -> Arg:
         """The option of `generate` for what it makes: pictures, or states where no part that is known makes those."""
         if self.vq or self.codebook or self.diffusion:
-            return "--output picture.png"
-        return "--save-states states.safetensors"
+            return Arg("output", "picture.png")
+        return Arg("save_states", "states.safetensors")
 
     @property
     def lacks_text(self) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lantern_hpu.console import Console
-from lantern_hpu.errors import Arg, shell
+from lantern_hpu.errors import Arg, as_option, shell
 from lantern_hpu.files import write_file
 from lantern_hpu.models.config import ModelConfig
 from lantern_hpu.zoo.registry import find_model_by_name
@@ -91,7 +91,7 @@ class Subject:
             width=width,
             height=height,
             command=shell("generate", *options, prompt),
-            result=self.config.result,
+            result=as_option(self.config.result),
         )
         return f"---\n{self.metadata(tags)}\n---\n\n{body}{end}\n"
 

@@ -166,7 +166,7 @@ def draw_command(entry: KnownModel, folder: Path | None = None) -> str:
     what = Arg("class_label", "goldfish") if classes else Arg("prompt", "a red apple")
     model = Arg("model", folder or entry.handle)
     result = entry.config.result
-    made = [] if "output" in result else [result]
+    made = [] if result.name == "output" else [result]
     return joined(["python -m lantern_hpu.generate", model, what, *made], as_option)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from lantern_hpu.errors import as_option
 from lantern_hpu.fields import IMAGE_PARAMS
 from lantern_hpu.models.files.names import PartOverrides
 from lantern_hpu.results.tables import markdown
@@ -247,7 +248,7 @@ def device_command(name: str, device: str) -> str:
     """What serves a known model on a device, or saves what it makes where that is no picture."""
     from lantern_hpu.zoo.registry import entries
 
-    result, where = entries()[name].config.result, f"--model {name} --device {device}"
+    result, where = as_option(entries()[name].config.result), f"--model {name} --device {device}"
     if "--output" in result:
         return f"lantern-hpu serve {where}"
     return f'lantern-hpu generate {where} --prompt "a red apple" {result}'
