@@ -26,12 +26,12 @@ from lantern_hpu.models.model import EmptyModel
 from lantern_hpu.tree import DraftTree
 
 META = torch.device("meta")
-ROW_BYTES = 5  # of an int8 matrix, beside its numbers: a float32 scale and a zero point, as torchao has them
+ROW_BYTES = 5  # of an int8 matrix, in addition to its numbers: a float32 scale and a zero point, as torchao has them
 # Measured
 FULL_MAPS = 5  # feature maps at full resolution that the image decoder holds at its peak
 PROMPT_FEATURES = 20  # times a prompt's features that T5 holds at its peak
 QUANTIZING = 8  # bytes for each number of the matrix that is just being made int8
-TIGHT = 0.9  # of the memory: past it, fragments and the device's own software may not fit beside it
+TIGHT = 0.9  # of the memory: past it, fragments and the device's own software may not fit as well
 POOL = "graph pool (estimate)"
 # What a run does, one after the other
 LOADING, ENCODING, DRAWING = "loading", "encoding prompts", "drawing"
@@ -163,7 +163,7 @@ def working(model: ModelConfig, setup: Setup) -> Rows:
     config, width = spec.sizes(model.target), model.condition.dim
     step = activations(model, setup, spec.tree.size)
     prefill = activations(model, setup, config.prefix)
-    # Caption features of a batch, the same again for what they become, and that once more beside the state's
+    # Caption features of a batch, the same again for what they become, and that once more in the state
     captions = spec.rows * config.prefix * (2 * width + config.dim) * setup.bytes
     probs = probs_bytes(config, setup)
     sized = replace(model, target=config)
@@ -238,7 +238,7 @@ def remedies(model: ModelConfig, setup: Setup, device: DeviceMemory) -> Iterator
 def fit_report(
     model: ModelConfig, setup: Setup, device: DeviceMemory, memory: int
 ) -> Iterator[Words]:
-    """Whether it fits into so many bytes, and what would if it does not."""
+    """Whether it fits into `memory` bytes, and what would if it does not."""
     need = peak(model, setup)
     where = f"{amount(memory)} ({device.where})"
     if need <= memory:
@@ -288,7 +288,7 @@ def engine_bytes(
     records: bool = False,
     shared: bool = False,
 ) -> tuple[int, int]:
-    """What engines of these specs hold beside the weights, and what one of them at a time computes with.
+    """What engines of these specs hold in addition to the weights, and what one of them at a time computes with.
 
     Where it is recorded (`records`), each recording keeps its own memory, or all have one (`shared`).
     """

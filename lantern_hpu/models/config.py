@@ -133,14 +133,14 @@ class TransformerConfig:
         if self.rotated % 2 or not 0 < self.rotated <= self.head_dim:
             raise ValueError(f"{self.rotated} rotated features of {self.head_dim}")
         if self.preview and (self.row_ends or self.rope != "mrope" or not min(self.preview_grid)):
-            raise ValueError(f"a preview of {self.preview_grid} codes beside {self.grid}")
+            raise ValueError(f"a preview of {self.preview_grid} codes and a grid of {self.grid}")
         if not 0 <= self.spare_codes < self.vocab_size - self.row_ends or (
             self.spare_codes and (self.row_ends or self.head_hidden is not None)
         ):
             raise ValueError(f"{self.spare_codes} spare codes of {self.vocab_size}")
 
     def of_grid(self, grid: tuple[int, int] | None, words: int = 0) -> TransformerConfig:
-        """The same for pictures of another grid, and with the shortest prefix for so many tokens (0: any)."""
+        """The same for pictures of another grid, and with the shortest prefix for `words` tokens (0: any)."""
         prefix = next((p for p in self.prefixes if 0 < words <= p), self.prefix)
         if (grid or self.grid, prefix) == (self.grid, self.prefix):
             return self

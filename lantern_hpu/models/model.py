@@ -165,7 +165,7 @@ class ImageModel:
     fastest: dict[str, tuple[str, str | None]] = field(default_factory=dict)
     neighbour_table: Path | None = None  # a published one; otherwise one is computed
     vq_fingerprint: str = ""  # of the tokenizer, the same in any container; empty without one
-    code_vectors_alone: Tensor | None = None  # [codes, dim], where there is no tokenizer beside
+    code_vectors_alone: Tensor | None = None  # [codes, dim], where there is no tokenizer
     pixels_by: Path | None = None  # a pipeline of diffusers that makes pictures of its codes
     notes: list[str] = field(default_factory=list)  # what a user should know of its parts
     _near: dict[int, Tensor] = field(default_factory=dict, repr=False)  # by number of neighbours
@@ -341,7 +341,7 @@ def open_table(path: Path) -> np.ndarray:
     check_content(path)
     try:
         table = np.lib.format.open_memmap(path, mode="r")
-    except Exception as error:  # whatever a damaged header makes of its parts
+    except Exception as error:  # a damaged header may raise anything
         raise WeightsError(f"cannot read the neighbours in {path}", str(error)) from error
     if table.ndim != 2 or table.dtype.kind not in "iu" or not table.size:
         why = f"it is {list(table.shape)} of {table.dtype}, expected rows of whole numbers"
@@ -386,13 +386,13 @@ def table_digest(path: Path) -> str:
 
 
 def read_table(path: Path, k: int | None, codes: int, rows: Sequence[int] | None = None) -> Tensor:
-    """The first k columns of a table, or all, whatever whole numbers it is stored as: [V, k] int32, each a code.
+    """The first k columns of a table, or all, stored as any whole numbers: [V, k] int32, each a code.
 
     Args:
         rows: [n] of these alone: [n, k]. All are checked, as what reads tables checks no index.
 
     Raises:
-        WeightsError: it is no table of so many codes.
+        WeightsError: it is no table of `codes` codes.
         OptionError: it has fewer columns.
     """
     table = open_table(path)

@@ -83,7 +83,7 @@ class Axis(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Cosines and sines at up to so many positions of left-padded sequences; where text is 1-D, pads do not count."""
+    """Cosines and sines at the first `positions` of left-padded sequences; where text is 1-D, pads do not count."""
 
     def __init__(self, config: TransformerConfig, positions: int) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class Rotary(nn.Module):
         self.axes = nn.ModuleList(Axis(*pair) for pair in zip(axes, parts, strict=True))
 
     def forward(self, position: Tensor, pads: Tensor) -> Tensor:
-        """[R, T] of rows with so many pads [R]: [R, T, 2, hd / 2] float32."""
+        """[R, T] of rows with `pads` [R]: [R, T, 2, hd / 2] float32."""
         if self.rule == "mrope":
             return torch.cat([axis(position, self.prefix - pads) for axis in self.axes], -1)
         if self.rule == "1d":
@@ -107,7 +107,7 @@ class Rotary(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm, computed in float32 whatever the model's dtype."""
+    """Root-mean-square norm, computed in float32 in any dtype of the model."""
 
     def __init__(self, config: TransformerConfig, kernels: Kernels) -> None:
         super().__init__()

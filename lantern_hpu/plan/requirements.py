@@ -83,7 +83,7 @@ def parse_memory(text: str) -> int:
 
 
 def find_device(device: str, memory: str | None, parameters: int) -> DeviceMemory:
-    """A device or card by name, to run a model of so many parameters; `NAME:24GB` says how much memory it has."""
+    """A device or card by name, to run a model of `parameters` numbers; `NAME:24GB` says how much memory it has."""
     name, _, amount = device.partition(":")
     text, where = memory or amount, "as given"
     size = parse_memory(text) if text else None
