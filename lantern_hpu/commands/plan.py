@@ -116,7 +116,7 @@ def plan_report(name: str, model: ModelConfig, setup: Setup, device: DeviceMemor
     if model.lacks_text:
         yield "  the text encoder is not here and not counted: --text-encoder FOLDER"
     if device.memory is None:
-        yield from (device.where, NAME_MEMORY)
+        yield from (spelled(device.where, as_option), NAME_MEMORY)
         return
     verdict, *less = fit_report(model, setup, device, device.memory)
     yield verdict
@@ -171,7 +171,7 @@ def serve_report(
     memory, whole = device.memory, need(methods, slots)
     yield f"{name}, {', '.join(methods)} served with {slots} slots: {amount(whole)}"
     if memory is None:
-        yield from (device.where, NAME_MEMORY)
+        yield from (spelled(device.where, as_option), NAME_MEMORY)
         return
     where = f"{amount(memory)} ({device.where})"
     if whole <= memory:
@@ -238,8 +238,10 @@ def plan_table(rows: Sequence[dict[str, Any]]) -> str:
     }
     found = Table.of(columns, rows)
     first = rows[0]
-    has = amount(first["memory"]) if first["memory"] else "memory unknown: --memory 24GB"
-    about = f"Memory is what one run needs; the device has {has} ({first['memory_from']})."
+    about = f"Memory is what one run needs; {first['memory_from']}: --memory 24GB says what fits."
+    if first["memory"]:
+        has = f"{amount(first['memory'])} ({first['memory_from']})"
+        about = f"Memory is what one run needs; the device has {has}."
     card = accelerators().get(first["card"])
     if card is None:
         about += f" Least times of a step are known of --device {', '.join(accelerators())}."
@@ -247,7 +249,9 @@ def plan_table(rows: Sequence[dict[str, Any]]) -> str:
         rates = f"{card.bandwidth / 1e12:.3g} TB/s and {card.rate / 1e12:.3g} TFLOPS"
         about += f" Least times of a step are bounds, not timings, from {rates} ({card.source})."
         about += " Measured steps: benchmarks/results, and docs/performance.md on them."
-    return "\n".join([aligned([found.head, *found.lines]), "", *wrap(about, WIDTH)])
+    return "\n".join(
+        [aligned([found.head, *found.lines]), "", *wrap(about, WIDTH, break_on_hyphens=False)]
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

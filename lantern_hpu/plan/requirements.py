@@ -106,7 +106,7 @@ def find_device(device: str, memory: str | None, parameters: int) -> DeviceMemor
         if name not in BACKENDS:
             raise
         backend = BACKENDS[name].load()
-        where = f"no {name} device can be asked here ({error.why})"
+        where = words(f"no {name} device can be asked here:", error.why)
     best, _ = backend.best_dtype(parameters)
     return DeviceMemory(
         size,
