@@ -105,8 +105,9 @@ class Request:
 
 def size_of(height: int | None, width: int | None) -> tuple[int, int] | None:
     """Height and width of a picture; one alone is both, and neither is the model's own size."""
-    first = height if width is None else width
-    return None if first is None else (first if height is None else height, first)
+    height = width if height is None else height
+    width = height if width is None else width
+    return None if height is None or width is None else (height, width)
 
 
 @dataclass

@@ -428,27 +428,3 @@ def test_hand_made_examples(
     assert verdict.node.tolist() == [1, 0]
     assert verdict.relaxed[0].tolist() == [True]
     assert verdict.residual[1].tolist() == pytest.approx(after)
-
-
-def test_wider_tree_never_accepts_less() -> None:
-    narrow = DraftTree.from_paths("narrow", [[0], [1], [0, 0], [1, 0]])
-    wide = DraftTree.from_paths("wide", [*narrow.paths, [2], [0, 1], [1, 1], [2, 0], [0, 0, 0]])
-    generator = torch.Generator().manual_seed(0)
-    p = (3 * torch.randn(500, wide.size, V, generator=generator, dtype=torch.float64)).softmax(-1)
-    tokens = p.argsort(
-        -1, descending=True
-    )  # children are guesses of the argmax, the first often right
-    drafts = torch.randint(V, (500, wide.size), generator=generator)
-    for node in range(1, wide.size):
-        right = torch.rand(500, generator=generator) < 0.4
-        drafts[:, node] = torch.where(right, tokens[:, wide.parent[node], 0], drafts[:, node])
-    depths = {}
-    for tree in (narrow, wide):
-        nodes = [wide.ids[path] for path in tree.paths]
-        probs = p[:, [nodes[n] for n in tree.expanded]]
-        rule = acceptance_of(tree, Relaxed())
-        given = Drafts(drafts[:, nodes], None, StaticTables(tree)(500))
-        verdict = rule.walk_greedy(probs, given, bounds_of(Relaxed(), 500))
-        depths[tree.name] = torch.tensor(tree.depths)[verdict.node]
-    assert (depths["wide"] >= depths["narrow"]).all()
-    assert (depths["wide"] > depths["narrow"]).any()

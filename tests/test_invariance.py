@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from PIL import Image
-from torch import Tensor
 
 from lantern_hpu.backends.cpu import native
-from lantern_hpu.backends.cpu.backend import CPUBackend
 from lantern_hpu.commands.generate import main
-from lantern_hpu.ops.kernels import PLAIN
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.png import read_png
 from scripts.measure import batches
@@ -41,16 +35,6 @@ def test_batches_of_any_size_draw_the_same_images(model: Path, threads: int) -> 
         ]
     torch.set_num_threads(before)
     assert drawn[2] == drawn[1] and drawn[6] == drawn[1]
-
-
-def off_in_company(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A kernel whose results depend on how many rows it is given."""
-
-    def wrong(x: Tensor, *others: Any) -> Tensor:
-        y = kernel(x, *others)
-        return y if len(x) <= 2 else y * 1.5
-
-    return wrong
 
 
 def test_resuming_at_another_batch_size_gives_the_same_files(model: Path, tmp_path: Path) -> None:
@@ -87,22 +71,6 @@ def test_images_are_counted_however_they_are_drawn(model: Path, tmp_path: Path) 
         assert row["bits_differ"] == (0 if row["way"].startswith("closed") else None)
     drawn = found["images"]["native ar"]["closed-2"]
     assert {number: drawn[number] for number in first} == first and len(drawn) == 4
-
-
-def test_images_that_differ_are_counted(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kernels = replace(PLAIN, attention=off_in_company(PLAIN.attention))
-    monkeypatch.setattr(CPUBackend, "kernels", lambda self, *choice: kernels)
-    file = tmp_path / "counted.json"
-    asked = ["--model", str(model), "--layouts", "plain", "--method", "ar", "--num-images", "4"]
-    assert batches.main([*asked, "--ways", "closed-4,server-4", "--output", str(file)]) == 1
-    alone, *others = json.loads(file.read_text())["rows"]
-    assert alone["bits_differ"] == 0
-    assert all(row["tokens_differ"] and row["pixels_differ"] for row in others)
-    assert others[0]["bits_differ"] == 4
-    other = [*asked, "--dtype", "bfloat16", "--output", str(file)]
-    assert batches.main(other) == 2, "a file of images that were drawn otherwise was added to"
 
 
 def test_a_picture_is_drawn_again_by_its_kernels(model: Path, tmp_path: Path) -> None:

@@ -114,11 +114,6 @@ def test_a_relaxation_is_read_as_it_was_written(relaxation: Relaxation) -> None:
     assert read_relaxation(relaxation.as_json()) == relaxation
 
 
-def test_relaxations_without_clusters_are_written_as_they_always_were() -> None:
-    for relaxation in (EXACT, PRESETS["delta-0.1"], PRESETS["omega-2"]):
-        assert list(relaxation.as_json()) == ["rule", "k", "bound", "residual", "nu", "mu"]
-
-
 def test_a_stored_relaxation_out_of_range_is_refused() -> None:
     with pytest.raises(OptionError, match="relax delta"):
         read_relaxation(replace(Additive(5, bound=0.5)).as_json() | {"bound": 2.0})

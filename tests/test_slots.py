@@ -257,16 +257,6 @@ def test_images_are_written_as_they_come_and_resume_draws_the_rest(
     assert "every image is in" in capsys.readouterr().out
 
 
-def test_resume_refuses_images_of_other_settings(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert folder_run(model, tmp_path) == 0
-    assert folder_run(model, tmp_path, "--resume", "--seed", 9, "--method", "scd") == 2
-    said = capsys.readouterr().err
-    assert "another image" in said and "method" in said and "seed" in said
-    assert folder_run(model, tmp_path, "--resume", "--grid") == 2
-
-
 def test_what_a_recording_returns_lies_in_the_state(models: Models) -> None:
     """Memory of a recording may be used again by the next one, before the host has read the result."""
     requests = images()

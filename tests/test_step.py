@@ -490,28 +490,6 @@ def test_images_end_exactly_and_counts_add_up(tree: Tree, grid: tuple[int, int])
         assert steps >= (accepted[0] if accepted else total - 1)
 
 
-def test_counts_are_what_each_step_added(models: Models) -> None:
-    requests = batch()
-    engine = make_engine(models, spec_for(load_static("mc_sim_7b_63"), requests))
-    advance(engine, requests, 0)
-    known = [1] * len(requests)
-    want = torch.zeros(len(requests), 5, dtype=torch.int32)
-    for number in range(N):
-        engine.upload_uniforms([r.seed for r in requests], number + 1, 1)
-        now = [int(k) for k in engine.step()]
-        for image, (old, new) in enumerate(zip(known, now, strict=True)):
-            if old < N:
-                taken = (
-                    new - old - (new < N)
-                )  # at the end the last token may be a draft or the bonus
-                drafts = int(engine.state.accepted[image].sum() - want[image].sum())
-                assert drafts in ((taken,) if new < N else (taken, taken - 1))
-                want[image, :drafts] += 1
-        known = now
-    assert known == [N] * len(requests)
-    assert engine.state.accepted.tolist() == want.tolist()
-
-
 def test_image_of_one_token_needs_no_step() -> None:
     models = tiny_models(tiny_config(grid=(1, 1)))
     decoded = sample(models, SMALL_TREE, batch())
@@ -542,28 +520,6 @@ def test_overshoot_stays_in_range_and_leaves_finished_images_alone(grid: tuple[i
         before.relaxed,
     )
     assert engine.state.count.tolist() == [config.tokens - 1] * len(requests)
-
-
-def test_progress_grows_to_the_whole_image(models: Models) -> None:
-    requests = batch()
-    engine = make_engine(models, spec_for(SMALL_TREE, requests))
-    seen = []
-    running = Batch(engine, partial(prefix_for, engine))
-    running.admit(requests)
-    while True:
-        assert running.total == N
-        seen.append((running.steps, running.known))
-        so_far = engine.read_tokens()
-        if not running.running:
-            break
-        running.advance()
-    assert seen[0] == (0, [1] * len(requests))
-    assert seen[-1][1] == [N] * len(requests)
-    for (step, known), (later, more) in zip(seen, seen[1:], strict=False):
-        assert 0 < later - step <= engine.spec.block
-        assert all(a <= b for a, b in zip(known, more, strict=True))
-    assert so_far.tolist() == decoded(engine, requests).tokens.tolist()
-    assert engine.report().recompiles_after_warmup == 0
 
 
 # Looking inside

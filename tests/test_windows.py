@@ -33,8 +33,7 @@ from lantern_hpu.methods.relaxation import (
 from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.ops.sampling import FACTORS, noise_keys, race_noise, sample_distinct
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.results.png import read_png
-from lantern_hpu.tree import DraftTree, Window, load_static, load_tree
+from lantern_hpu.tree import DraftTree, Window, load_tree
 from scripts.measure.windows import permutation, stale_probs
 from tests.marks import mostly_slow
 from tests.test_step import DISTRIBUTIONS, SETTINGS, SMALL, count_images, exact_probs, surprise
@@ -313,27 +312,6 @@ def save_tuned(pipeline: LanternPipeline, method: str, gain: float) -> None:
     """A window of 7, measured to be `gain` times as fast as `ar`."""
     tree = Window.of(METHODS[method].rule or "scd", 7)
     tuned_trees.save_tree(pipeline.situation(method, 1), tuned_trees.TunedTree(tree, gain))
-
-
-def test_what_was_tuned_precedes_what_the_model_says(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Of windows and trees the one that gained most over `ar`, for the batch size that it was tuned for; the command
-    says so."""
-    pipeline = LanternPipeline.from_pretrained(str(model), device="cpu")
-    pipeline.model.fastest = {"cpu": ("ar", None)}
-    save_tuned(pipeline, "scd", 2.09)
-    chain = tuned_trees.TunedTree(load_static("chain_2"), 2.5)
-    tuned_trees.save_tree(pipeline.situation("eagle", 4), chain)
-    relaxed = tuned_trees.TunedTree(load_static("chain_2"), 9.0)  # it is not lossless
-    tuned_trees.save_tree(pipeline.situation("lantern++", 1), relaxed)
-    assert str(pipeline.resolve("auto")) == "scd@7"
-    assert str(pipeline.resolve("auto", 4)) == "eagle@chain_2"
-    assert str(pipeline.resolve("auto", 2)) == "ar"
-    given = ["--model", str(model), "--device", "cpu", "--prompt", "red cat"]
-    assert generate.main([*given, "--output", str(tmp_path / "one.png")]) == 0
-    assert "seed 0, scd@7: tuned, " in capsys.readouterr().out
-    assert read_png(tmp_path / "one.png")["config"]["tree"] == "scd:7"
 
 
 def test_tune_measures_widths_and_saves_the_fastest(

@@ -247,7 +247,7 @@ class Acceptance(nn.Module):
         """
         super().__init__()
         tree, sound = spec.tree, spec.residual == "sound" or neighbours is None
-        self.spec, self.annealed, self.blended = spec, spec.annealed, spec.blended
+        self.spec = spec
         # A budget is metered. Under the official residual the meter means nothing
         self.metered = spec.metered or spec.blended
         self.neighbours = None if neighbours is None else Neighbours(neighbours, spec.residual)
@@ -265,7 +265,7 @@ class Acceptance(nn.Module):
 
     def blend(self, p: Tensor, q: Tensor | None, bounds: Bounds) -> Blend | None:
         """Of n places in a row that are all tried if the last one is; p and q [B, n, V]."""
-        if not self.blended or q is None:
+        if not self.spec.blended or q is None:
             return None
         assert bounds.tv is not None and bounds.budget is not None
         distance = (p - q).clamp(min=0).sum(-1)  # [B, n]
@@ -286,7 +286,7 @@ class Acceptance(nn.Module):
         if self.clusters is not None:
             assert node.bounds.limits is not None
             mass = self.clusters(node.p, node.q, token, node.bounds.limits)
-        mass = mass * node.weight if self.annealed else mass
+        mass = mass * node.weight if self.spec.annealed else mass
         if self.neighbours is None:
             return mass, None
         lent: NeighbourMass = self.neighbours(node, token, prob)
@@ -304,11 +304,11 @@ class Acceptance(nn.Module):
         if q is None:
             left = p.scatter(1, token.long(), 0.0)
             left = left if keep is None else left * keep
-            if self.annealed:
+            if self.spec.annealed:
                 left = left.scatter(1, token.long(), prob * (1 - node.weight).clamp(min=0))
         else:
             left = (p - (q if keep is None else q * keep)).clamp(min=0)
-            if self.annealed:
+            if self.spec.annealed:
                 left = torch.maximum(left, p * (1 - node.weight).clamp(min=0))
             q = remove_token(q, token)
         total, first = left.sum(-1, keepdim=True), p if node.p_at_node is None else node.p_at_node
@@ -390,7 +390,7 @@ class Acceptance(nn.Module):
             table = None if self.neighbours is None else self.neighbours.table
             tried = (p, drafts.q, drafts.tokens, tables.child, tables.row, uniform, table)
             each = (bounds.k, bounds.delta, bounds.factor, bounds.weight)
-            blended = (bounds.tv, bounds.budget) if self.blended else (None, None)
+            blended = (bounds.tv, bounds.budget) if self.spec.blended else (None, None)
             return Verdict(*self.walk(*tried, *each, *blended))
         if self.spine is not None and drafts.q is not None:
             return self.walk_spine(self.spine, p, drafts.q, drafts, uniform, bounds)
@@ -473,7 +473,7 @@ class Acceptance(nn.Module):
         prob = gather(p.flatten(1), 1, row * p.shape[-1] + tokens)  # [B, M - 1]
         top, best = gather(p.amax(-1), 1, row), gather(topk_tokens(p, 1)[..., 0], 1, row)
         wins, mass = tokens == best, prob
-        if self.neighbours is not None or self.annealed or self.clusters is not None:
+        if self.neighbours is not None or self.spec.annealed or self.clusters is not None:
             weight = gather(bounds.weight, 1, tables.depth[:, 1:] - 1)
             nodes = Node(gather_rows(p, row), None, weight, bounds)
             mass, _ = self.accept_mass(nodes, tokens, prob)

@@ -19,7 +19,7 @@ class RowEnds(nn.Module):
 
     def __init__(self, columns: int, tokens: int, vocabulary: int) -> None:
         super().__init__()
-        self.last, self.end = tokens - 1, vocabulary - 1
+        self.last = tokens - 1
         self.closes = constant((arange32(tokens) + 1) % (columns + 1) == 0)  # [N]
         self.is_end = constant(arange32(vocabulary) == vocabulary - 1)  # [V]
 

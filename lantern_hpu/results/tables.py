@@ -58,11 +58,5 @@ def ratio(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
 
 
-def plus_minus(value: float, around: float | None, digits: int = 3) -> str:
-    """A figure with half of its interval, where it has one (None or NaN: it has not)."""
-    known = around is not None and around == around
-    return f"{value:.{digits}f}" + (f" ± {around:.{digits}f}" if known else "")
-
-
 def percent(share: float | None) -> str:
     return "" if share is None else f"{100 * share:.0f} %"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lantern_hpu.methods.relaxation import read_relaxation
-from lantern_hpu.results.tables import Columns, Table, plus_minus
+from lantern_hpu.results.tables import Columns, Table
 from lantern_lab import plots
 from lantern_lab.evaluate.drawing import Line
 from lantern_lab.evaluate.statistics import (
@@ -87,6 +87,12 @@ def compare_with_ar(rows: Sequence[QualityRow], again: QualityRow | None) -> lis
 
 
 # ------------------------------------------------------------------------------------ text
+
+
+def plus_minus(value: float, around: float | None, digits: int = 3) -> str:
+    """A figure with half of its interval, where it has one (None or NaN: it has not)."""
+    known = around is not None and around == around
+    return f"{value:.{digits}f}" + (f" ± {around:.{digits}f}" if known else "")
 
 
 def metric_cell(metric: QualityMetric, row: QualityRow) -> str:

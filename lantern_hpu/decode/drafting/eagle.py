@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lantern_hpu.decode.common import Drafts, DynamicTables, Positions, Sampler, StaticTables
 from lantern_hpu.decode.drafting.base import Committed, Drafting
 from lantern_hpu.decode.spec import Spec, capacity
-from lantern_hpu.decode.state import DecodeState
+from lantern_hpu.decode.state import DecodeState, int_zeros
 from lantern_hpu.models.transformer import Drafter, Target
 from lantern_hpu.ops.buffers import additive_mask, arange32, constant, prefix_mask
 from lantern_hpu.ops.kv_cache import KVCache, LayerCache, ScratchCache
@@ -53,14 +53,12 @@ class EagleDrafting(Drafting):
     ) -> EagleState:
         config, spec = self.config, self.spec
         sizes = (1, spec.rows, capacity(config, spec.tree), config.kv, config.head_dim)
-        shape = (spec.images, self.width)
+        shape = (spec.rows, self.width, self.drafter.feature_width)
         return EagleState(
             KVCache.allocate(*sizes, dtype, device, by_head),
-            torch.zeros(shape, dtype=torch.int32, device=device),
-            torch.zeros(
-                spec.rows, self.width, self.drafter.feature_width, dtype=dtype, device=device
-            ),
-            torch.zeros(spec.images, dtype=torch.int32, device=device),
+            int_zeros(device, spec.images, self.width),
+            torch.zeros(shape, dtype=dtype, device=device),
+            int_zeros(device, spec.images),
         )
 
     def begin(self, hidden: Tensor, root: Tensor, rows: Tensor, state: DecodeState) -> None:
