@@ -130,6 +130,6 @@ def test_sizes_that_cannot_be_served_end_the_command_before_weights_are_read(
 def test_a_model_of_one_size_has_no_others(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Opened, "load", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(OpenedModel, "load", lambda *_: pytest.fail("weights were read"))
     assert serve.main(["--sizes", "64x64", "--port", "0"]) == 2
     assert "generates one size" in capsys.readouterr().err
