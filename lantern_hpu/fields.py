@@ -10,13 +10,9 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, TypedDict, TypeVar, get_type_hints
 
 from lantern_hpu.errors import PYTHON_NAMES, require
-
-if TYPE_CHECKING:
-    from lantern_hpu.methods.relaxation import Relaxation
-    from lantern_hpu.tree import Tree
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -190,7 +186,7 @@ class ImageParams(TypedDict, total=False):
         ),
     ]
     tree: Annotated[
-        "str | Tree | None",
+        "str | Any | None",  # or a `tree.Tree`
         Param(str, "draft tree: a name, a .json file, or auto for the tuned one", group=METHOD),
     ]
     window: Annotated[
@@ -203,7 +199,7 @@ class ImageParams(TypedDict, total=False):
         ),
     ]
     relax: Annotated[
-        "str | Relaxation | None",
+        "str | Any | None",  # or a `methods.relaxation.Relaxation`
         Param(
             str,
             "relaxation: a published one such as lambda-5, or values such as tv=0.1:budget=10",

@@ -21,7 +21,7 @@ from lantern_hpu.backends import DeviceOptions, DraftingDefaults
 from lantern_hpu.backends.base import DevicePlan, dtype_name, own_defaults
 from lantern_hpu.core import Event, ImageRecord, Request, RunStats
 from lantern_hpu.decode.batch import Batch
-from lantern_hpu.decode.engine import Engine, EngineCache
+from lantern_hpu.decode.engine import Engine, EngineCache, read_records, upload_prefix
 from lantern_hpu.decode.pixels import codes_of, decode_codes, preview
 from lantern_hpu.decode.spec import Spec, batch_size_for
 from lantern_hpu.errors import (
@@ -40,7 +40,7 @@ from lantern_hpu.models.diffusion import DiffusionPixels
 from lantern_hpu.models.files.names import PartOverrides
 from lantern_hpu.models.model import ImageModel
 from lantern_hpu.models.text.frames import no_negative
-from lantern_hpu.models.text.prefix import Prefix
+from lantern_hpu.models.text.prefix import Conditioner, Prefix
 from lantern_hpu.models.text.tokens import TokenConditioner
 from lantern_hpu.models.transformer import Drafter
 from lantern_hpu.results.images import Drawn, GenerationResult
@@ -80,8 +80,6 @@ class ImageGenerator:
         """Give the device's memory back."""
         self.engines.close()
 
-    # -- what is needed to generate
-
     def resolve(self, setting: Setting | str, size: int = 1) -> Resolved:
         """What a setting draws with, for `size` images decoded together; see `methods.setting.resolve`.
 
@@ -110,8 +108,9 @@ class ImageGenerator:
 
     def situation(self, method: str, size: int) -> dict[str, Any]:
         """What decides which tree is best here: a tuned tree is found again by it."""
-        about, files = self.backend.describe(), self.model.files
-        drafter = [digest for name, digest in files.items() if name.startswith("drafter")]
+        about = self.backend.describe()
+        files = self.model.files.items()
+        drafter = [digest for name, digest in files if name.startswith("drafter")]
         return {
             "target": self.model.fingerprint,
             "drafter": drafter[0] if drafter else None,
@@ -148,9 +147,9 @@ class ImageGenerator:
             with self.backend.errors(), torch.no_grad():
                 for inputs in engine.prefill_inputs:
                     prefix = self.prefix(engine, [request] * len(inputs.slot))
-                    engine.upload_prefix(prefix, inputs)
-                engine.warm_up()
-                engine.result({})
+                    upload_prefix(engine, prefix, inputs)
+                engine.warm_up(request)
+                read_records(engine, {})
                 self.pixels(np.zeros((1, config.tokens), np.int64), config)
         except BaseException:  # it keeps no memory from a smaller batch that is tried next
             self.engines.discard(engine)
@@ -191,19 +190,8 @@ class ImageGenerator:
         return pictures[0] if pictures else None
 
     def notes(self, requests: Sequence[Request]) -> list[tuple[str, str]]:
-        """Each prompt, and each negative one, with what the model cannot do with it, once; a scale with its first."""
-        condition = self.model.condition
-        prompts = dict.fromkeys(request.prompt for request in requests)
-        notes = [(text, note) for text in prompts for note in condition.notes(text)]
-        if isinstance(condition, TokenConditioner):
-            negatives = dict.fromkeys(r.negative for r in requests if r.negative is not None)
-            notes += [(text, note) for text in negatives for note in condition.negative_notes(text)]
-            scales = {request.sampling.cfg_scale: request.prompt for request in reversed(requests)}
-            for scale, text in scales.items():
-                notes += [(text, note) for note in condition.frame.scale_notes(scale)]
-        return notes
-
-    # -- generating
+        """What the model cannot do with these requests: see `request_notes`."""
+        return request_notes(self.model.condition, requests)
 
     def draw(
         self,
@@ -338,8 +326,6 @@ class ImageGenerator:
                 if self._interrupt:
                     return
 
-    # -- reporting
-
     def describe(self, setting: Resolved) -> dict[str, Any]:
         """What all images of a run share; with an image's own sampling and relaxation it draws the image again."""
         return {
@@ -356,14 +342,32 @@ class ImageGenerator:
         }
 
     def environment(self, setting: Resolved | None = None) -> dict[str, Any]:
-        """What images depend on beside their settings, and what was decided: the method too, if `auto` chose it."""
-        decided = dict(self.fit.decided)
-        if setting is not None and setting.why:
-            decided["method"] = f"{setting}: {setting.why}"
-        return {
-            "lantern_hpu": lantern_hpu.__version__,
-            "python": platform.python_version(),
-            **self.backend.describe(),
-            "decided": decided,
-            "peak_memory_bytes": self.backend.memory().peak,
-        }
+        """What images depend on besides their settings: see `describe_environment`."""
+        return describe_environment(self.fit, setting)
+
+
+def describe_environment(fit: DevicePlan, setting: Resolved | None) -> dict[str, Any]:
+    """Versions, the device, and what was decided: the method too, if `auto` chose it."""
+    decided = dict(fit.decided)
+    if setting is not None and setting.why:
+        decided["method"] = f"{setting}: {setting.why}"
+    return {
+        "lantern_hpu": lantern_hpu.__version__,
+        "python": platform.python_version(),
+        **fit.backend.describe(),
+        "decided": decided,
+        "peak_memory_bytes": fit.backend.memory().peak,
+    }
+
+
+def request_notes(condition: Conditioner, requests: Sequence[Request]) -> list[tuple[str, str]]:
+    """Each prompt, and each negative one, with what the model cannot do with it, once; a scale with its first."""
+    prompts = dict.fromkeys(request.prompt for request in requests)
+    notes = [(text, note) for text in prompts for note in condition.notes(text)]
+    if isinstance(condition, TokenConditioner):
+        negatives = dict.fromkeys(r.negative for r in requests if r.negative is not None)
+        notes += [(text, note) for text in negatives for note in condition.negative_notes(text)]
+        scales = {request.sampling.cfg_scale: request.prompt for request in reversed(requests)}
+        for scale, text in scales.items():
+            notes += [(text, note) for note in condition.frame.scale_notes(scale)]
+    return notes

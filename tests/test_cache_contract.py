@@ -14,6 +14,7 @@ from gaudi_emulator.lint.rules import Finding
 from lantern_hpu.backends import get_backend
 from lantern_hpu.backends.base import DevicePlan
 from lantern_hpu.backends.hpu.env import RELEASES
+from lantern_hpu.core import Request
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.tree import DraftTree
 from tests.tiny import advance, request, spec_for, tiny_config, tiny_models
@@ -38,7 +39,7 @@ def requests() -> list[Any]:
 
 def kept(engine: Engine) -> dict[str, Tensor]:
     """Keys and values of each layer after a few steps: [R, known positions, kv_heads, hd]."""
-    engine.warm_up()
+    engine.warm_up(Request("cat"))
     advance(engine, requests(), STEPS)
     known = SMALL.prefix + STEPS
     return {

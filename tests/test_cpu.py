@@ -16,6 +16,7 @@ from lantern_hpu.backends import DeviceOptions, get_backend, host
 from lantern_hpu.backends.cpu import native
 from lantern_hpu.backends.cpu.backend import RETRY_FACTOR, ThreadTuner
 from lantern_hpu.commands.generate import main
+from lantern_hpu.core import Request
 from lantern_hpu.errors import DeviceError, OptionError
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.png import read_png
@@ -336,7 +337,7 @@ def test_torchs_form_takes_fewer_threads_only_where_they_are_far_faster(
 def test_a_step_that_is_tried_is_the_same_each_time(tree: str) -> None:
     """So its times differ by the threads alone."""
     engine = make_engine(tiny_models(), spec_for(load_static(tree), [request()]))
-    engine.warm_up()
+    engine.warm_up(Request("cat"))
     with torch.no_grad():
         steps = engine.replay_same_state()
         next(steps)

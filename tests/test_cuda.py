@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lantern_hpu.backends import DEVICE_VARIABLE, card_of, get_backend
 from lantern_hpu.backends.base import DevicePlan
 from lantern_hpu.backends.cuda.backend import CUDABackend
-from lantern_hpu.decode.engine import Engine
+from lantern_hpu.decode.engine import Engine, upload_prefix
 from lantern_hpu.errors import CaptureError, DeviceError
 from lantern_hpu.graphs.cuda import CUDAGraphRunner
 from lantern_hpu.methods.relaxation import Multiplicative
@@ -342,7 +342,7 @@ def test_prompts_go_up_without_waiting_for_the_card(model: Path) -> None:
     try:
         with torch.no_grad():
             again = pipeline.prefix(engine, prompts)
-            engine.upload_prefix(again, engine.state.prefill)
+            upload_prefix(engine, again, engine.state.prefill)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))

@@ -24,6 +24,7 @@ from lantern_hpu.backends.cpu.native.sampling import (
     native_sample,
     native_walk,
 )
+from lantern_hpu.core import Request
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.errors import DeviceError
 from lantern_hpu.models.config import TransformerConfig
@@ -473,7 +474,7 @@ def test_idle_slots_of_a_server_take_no_part(monkeypatch: pytest.MonkeyPatch) ->
     closed = draw(Engine(*models, spec, DevicePlan(CPUBackend(), torch.float32)), requests).tokens
     eight = replace(spec, images=8, open=True)
     engine = Engine(*models, eight, DevicePlan(CPUBackend(), torch.float32))
-    engine.warm_up()
+    engine.warm_up(Request("cat"))
     monkeypatch.setattr(NativeDecoder, "decode", counted)
     tokens = draw(engine, requests).tokens
     assert max(rows) <= 2 * (2 if spec.guidance else 1)

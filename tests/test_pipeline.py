@@ -69,7 +69,7 @@ def test_what_did_not_warm_up_is_forgotten(model: Path, monkeypatch: pytest.Monk
     pipeline = LanternPipeline.from_pretrained(str(model), device="cpu")
     spec = pipeline.spec([Request("cat", 0, Sampling())], DraftTree.root_only(), 1)
     engine = pipeline.engines.get(spec)
-    monkeypatch.setattr(engine, "warm_up", lambda: (_ for _ in ()).throw(MemoryError()))
+    monkeypatch.setattr(engine, "warm_up", lambda _: (_ for _ in ()).throw(MemoryError()))
     with pytest.raises(MemoryError):
         pipeline.warm_up(engine, Request("cat", 0, Sampling()))
     assert not pipeline.engines.engines

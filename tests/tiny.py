@@ -17,7 +17,7 @@ from lantern_hpu.backends import get_backend
 from lantern_hpu.backends.base import DevicePlan
 from lantern_hpu.core import Request, Sampling
 from lantern_hpu.decode.batch import Batch
-from lantern_hpu.decode.engine import Engine
+from lantern_hpu.decode.engine import Engine, read_records
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.methods.relaxation import EXACT, Relaxation
 from lantern_hpu.models.config import DrafterConfig, TransformerConfig
@@ -156,7 +156,7 @@ class Decoded:
 
 def decoded(engine: Engine, requests: Sequence[Request]) -> Decoded:
     """What the first slots of an engine hold."""
-    records = engine.result(dict(enumerate(requests)))
+    records = read_records(engine, dict(enumerate(requests)))
     spent = [(one.tv_sum or 0.0, one.tv_max or 0.0) for one in records]
     return Decoded(
         np.stack([one.token_ids for one in records]),

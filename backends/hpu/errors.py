@@ -23,7 +23,9 @@ class Known:
 
 
 STATUS = r"(?:synStatus[ =]+|synapse error: )"
-DOCTOR, LINT = shell("doctor"), shell("lint", Arg("strict", True))
+DOCTOR = shell("doctor")
+DOCTOR_JSON = shell("doctor", Arg("json", True))
+LINT = shell("lint", Arg("strict", True))
 OTHER_CARD = "`hl-smi` shows who has which card; HABANA_VISIBLE_MODULES=<module id> picks another"
 
 
@@ -110,7 +112,7 @@ Flags name: \w+,|Environment flag \w+ is obsolete
     unset it; `{DOCTOR}` shows every flag
 {STATUS}\d+
     Gaudi's software failed with a status that is not in our list
-    HABANA_LOGS has more; please report it with `{DOCTOR} --json`
+    HABANA_LOGS has more; please report it with `{DOCTOR_JSON}`
 """
 
 

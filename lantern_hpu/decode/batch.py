@@ -15,7 +15,7 @@ from PIL import Image
 
 from lantern_hpu.backends.base import own_defaults
 from lantern_hpu.core import Event, ImageRecord, Request, RunStats
-from lantern_hpu.decode.engine import Engine
+from lantern_hpu.decode.engine import Engine, read_records
 from lantern_hpu.models.text.prefix import Prefix
 
 Encode = Callable[[Sequence[Request]], Prefix]
@@ -51,7 +51,8 @@ class Batch:
             stats: what is spent on text, prefill and steps is added here. Admission while images run is not waited
                 for, and uniforms and host reads belong to the steps.
         """
-        engine.warm_up()
+        if not engine.warm:
+            engine.warm_up(Request("warm-up"))
         self.engine, self.encode = engine, encode
         self.stats = stats or RunStats()
         self.slots: dict[int, Slot] = {}  # those that hold an image
@@ -185,7 +186,7 @@ class Batch:
         # On a fixed schedule the only time that the host waits for its steps
         waits = self.engine.spec.tree.commit
         with self.stats.adding("steps_s") if waits else nullcontext():
-            records = self.engine.result(done)
+            records = read_records(self.engine, done)
         for slot in done:
             self.release(slot)
         return list(zip(done, records, strict=True))

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from lantern_hpu.backends.base import DevicePlan, dtype_name, own_defaults
 from lantern_hpu.core import ImageRecord, Request
@@ -33,7 +33,6 @@ from lantern_hpu.decode.state import Bounds, DecodeState, PrefillInput, paired
 from lantern_hpu.decode.step import Accepted, Prefill, Step
 from lantern_hpu.errors import Arg, CaptureError, OptionError, words
 from lantern_hpu.graphs import make_runner
-from lantern_hpu.graphs.base import Runner
 from lantern_hpu.models.model import ImageModel
 from lantern_hpu.models.text.prefix import Prefix
 from lantern_hpu.models.transformer import Drafter, Target
@@ -110,17 +109,15 @@ class Engine:
         if spec.open:
             self.prefill_inputs.append(PrefillInput.allocate(target.config, spec, 1, *form))
         states = [replace(self.state, prefill=inputs) for inputs in self.prefill_inputs]
-        self.prefill_runners = [self.runner(self.prefill_function, state) for state in states]
-        self.step = self.runner(self.step_function, self.state)
+        capture = partial(make_runner, backend=self.backend, mode=self.mode)
+        self.prefill_runners = [capture(self.prefill_function, state) for state in states]
+        self.step = capture(self.step_function, self.state)
         self.runners = [*self.prefill_runners, self.step]
         self.tuner = fit.tuner()  # of steps
         self.known: Tensor | None = None  # [B] what the last captured call returned
         self.host_reads = 0
         self.pins = 0  # see `pinned`: a cache closes none that is
         self.warm_captures: int | None = None  # of the warm-up, once that is done
-
-    def runner(self, function: nn.Module, state: DecodeState) -> Runner:
-        return make_runner(function, state, self.backend, self.mode)
 
     @property
     def warm(self) -> bool:
@@ -156,15 +153,15 @@ class Engine:
     # -- the captured functions
 
     @torch.no_grad()
-    def warm_up(self) -> None:
-        """Capture each function and replay it once; from here on a capture is an error."""
+    def warm_up(self, request: Request) -> None:
+        """Capture each function and replay it once, with the settings of any request; from here on a capture is an
+        error."""
         if self.warm:
             return
-        blank = Request("warm-up")
         for inputs in self.prefill_inputs:
-            self.upload_settings([blank] * len(inputs.slot), inputs)
+            upload_settings(self, [request] * len(inputs.slot), inputs)
         for runner in self.runners:
-            self.upload_uniforms([blank.seed] * self.spec.images, 1, 1)
+            self.upload_uniforms([request.seed] * self.spec.images, 1, 1)
             runner()
             runner()
         self.tuner.fit(partial(next, self.replay_same_state()))
@@ -184,7 +181,7 @@ class Engine:
     @torch.no_grad()
     def prefill_batch(self, prefix: Prefix, requests: Sequence[Request]) -> list[int]:
         """Begin an image in each slot. -> [B] tokens known"""
-        self.warm_up()
+        self.warm_up(requests[0])
         known = self.prefill_into(0, prefix, requests)
         # On a fixed schedule it is known
         return [1] * self.spec.images if self.spec.tree.commit else self.read(known)
@@ -199,8 +196,8 @@ class Engine:
 
     def prefill_into(self, number: int, prefix: Prefix, requests: Sequence[Request]) -> Tensor:
         """Prefill by one of the recordings. -> [B] tokens known, on the device"""
-        self.upload_prefix(prefix, self.prefill_inputs[number])
-        self.upload_settings(requests, self.prefill_inputs[number])
+        upload_prefix(self, prefix, self.prefill_inputs[number])
+        upload_settings(self, requests, self.prefill_inputs[number])
         with self.tuner.with_threads():
             self.known = self.prefill_runners[number]()
         return self.known
@@ -252,33 +249,6 @@ class Engine:
 
     # -- the host's part of the state
 
-    def upload_settings(self, requests: Sequence[Request], inputs: PrefillInput) -> None:
-        """Copy the settings of images to where they are admitted from, behind what was launched before."""
-        upload = self.backend.transfers.upload
-        sampling = sampling_params([r.sampling for r in requests], self.target.config.vocab_size)
-        for value, goal in paired(sampling, inputs.sampling):
-            upload(value, goal)
-        if inputs.bounds is not None:
-            bounds = Bounds.of([request.relaxation for request in requests], self.spec.tree.depth)
-            for value, goal in paired(bounds, inputs.bounds):
-                upload(value, goal)
-        first = [uniforms(request.seed, 0, 1)[0] for request in requests]
-        upload(torch.tensor(first, dtype=torch.float32), inputs.first_uniform)
-        if inputs.keys is not None:
-            keys = [noise_keys(request.seed, self.target.config.tokens) for request in requests]
-            upload(torch.from_numpy(np.stack(keys)), inputs.keys)
-
-    def upload_prefix(self, prefix: Prefix, inputs: PrefillInput) -> None:
-        """Copy the condition of images to where they are admitted from."""
-        embeddings, valid, tokens = prefix
-        inputs.prefix.copy_(embeddings)
-        inputs.prefix_tokens.copy_(tokens)
-        inputs.pads.copy_((~valid).sum(1, dtype=torch.int32))
-        # Positions past the prefix are never padding.
-        width = inputs.valid.shape[1] - valid.shape[1]
-        inputs.valid.copy_(F.pad(valid, (0, width), value=True))
-        self.backend.transfers.flush()
-
     def upload_uniforms(
         self, seeds: Sequence[int | None], first: int | Sequence[int], count: int
     ) -> None:
@@ -307,35 +277,6 @@ class Engine:
         rows = self.state.tokens.unflatten(0, (self.spec.images, -1))
         return rows[:, : self.target.config.tokens]
 
-    def result(self, images: Mapping[int, Request]) -> list[ImageRecord]:
-        """Tokens and counts of images that are done, by their slots. One host read."""
-        self.backend.transfers.flush()
-        self.host_reads += 1
-        state = self.state
-        total = self.target.config.tokens
-        counts = torch.stack([state.steps, state.relaxed, state.spoiled], 1)  # [B, 3]
-        table = torch.cat([self.token_rows(), counts, state.accepted], 1)  # [B, N + 3 + D]
-        width = table.shape[1]
-        if state.meter is not None:  # in one read: below 2^24 float32 holds every whole number
-            spent = torch.stack([state.meter.total, state.meter.largest], 1)
-            table = torch.cat([table.float(), spent], 1)
-        read = table.cpu().numpy()
-        result = []
-        for slot, request in images.items():
-            row = read[slot, :width].astype(np.int64)
-            steps, relaxed, spoiled, *accepted = row[total:].tolist()
-            if spoiled:
-                what = f"seed {request.seed}: probabilities were NaN in {spoiled} of {steps} steps"
-                hint = words("try", Arg("dtype", "float32"), "or", Arg("kernels", "plain"))
-                warnings.warn(f"{what}; {hint}", stacklevel=2)
-            tv_sum, tv_max = read[slot, width:].tolist() or (0.0, 0.0)
-            if request.relaxation.active and not request.relaxation.metered:
-                tv_sum = tv_max = None
-            result.append(
-                ImageRecord(request, row[:total], steps, accepted, relaxed, tv_sum, tv_max)
-            )
-        return result
-
     # -- looking inside
 
     @torch.no_grad()
@@ -347,8 +288,8 @@ class Engine:
         The tokens are those of a captured run. A `clock` waits for the device, and times the stages of each step.
         """
         with self.pinned():
-            self.upload_prefix(prefix, self.state.prefill)
-            self.upload_settings(requests, self.state.prefill)
+            upload_prefix(self, prefix, self.state.prefill)
+            upload_settings(self, requests, self.state.prefill)
             known = self.read(self.prefill_function(self.state))
             seeds = [request.seed for request in requests]
             number = 0
@@ -382,6 +323,64 @@ class Engine:
             self.host_reads,
             sum(s.capture_seconds for s in stats),
         )
+
+
+def upload_prefix(engine: Engine, prefix: Prefix, inputs: PrefillInput) -> None:
+    """Copy the condition of images to where they are admitted from."""
+    embeddings, valid, tokens = prefix
+    inputs.prefix.copy_(embeddings)
+    inputs.prefix_tokens.copy_(tokens)
+    inputs.pads.copy_((~valid).sum(1, dtype=torch.int32))
+    # Positions past the prefix are never padding.
+    width = inputs.valid.shape[1] - valid.shape[1]
+    inputs.valid.copy_(F.pad(valid, (0, width), value=True))
+    engine.backend.transfers.flush()
+
+
+def upload_settings(engine: Engine, requests: Sequence[Request], inputs: PrefillInput) -> None:
+    """Copy the settings of images to where they are admitted from, behind what was launched before."""
+    upload = engine.backend.transfers.upload
+    config = engine.target.config
+    sampling = sampling_params([request.sampling for request in requests], config.vocab_size)
+    for value, goal in paired(sampling, inputs.sampling):
+        upload(value, goal)
+    if inputs.bounds is not None:
+        bounds = Bounds.of([request.relaxation for request in requests], engine.spec.tree.depth)
+        for value, goal in paired(bounds, inputs.bounds):
+            upload(value, goal)
+    first = [uniforms(request.seed, 0, 1)[0] for request in requests]
+    upload(torch.tensor(first, dtype=torch.float32), inputs.first_uniform)
+    if inputs.keys is not None:
+        keys = [noise_keys(request.seed, config.tokens) for request in requests]
+        upload(torch.from_numpy(np.stack(keys)), inputs.keys)
+
+
+def read_records(engine: Engine, images: Mapping[int, Request]) -> list[ImageRecord]:
+    """Tokens and counts of images that are done, by their slots. One host read."""
+    engine.backend.transfers.flush()
+    engine.host_reads += 1
+    state = engine.state
+    total = engine.target.config.tokens
+    counts = torch.stack([state.steps, state.relaxed, state.spoiled], 1)  # [B, 3]
+    table = torch.cat([engine.token_rows(), counts, state.accepted], 1)  # [B, N + 3 + D]
+    width = table.shape[1]
+    if state.meter is not None:  # in one read: below 2^24 float32 holds every whole number
+        spent = torch.stack([state.meter.total, state.meter.largest], 1)
+        table = torch.cat([table.float(), spent], 1)
+    read = table.cpu().numpy()
+    result = []
+    for slot, request in images.items():
+        row = read[slot, :width].astype(np.int64)
+        steps, relaxed, spoiled, *accepted = row[total:].tolist()
+        if spoiled:
+            what = f"seed {request.seed}: probabilities were NaN in {spoiled} of {steps} steps"
+            hint = words("try", Arg("dtype", "float32"), "or", Arg("kernels", "plain"))
+            warnings.warn(f"{what}; {hint}", stacklevel=3)
+        tv_sum, tv_max = read[slot, width:].tolist() or (0.0, 0.0)
+        if request.relaxation.active and not request.relaxation.metered:
+            tv_sum = tv_max = None
+        result.append(ImageRecord(request, row[:total], steps, accepted, relaxed, tv_sum, tv_max))
+    return result
 
 
 def make_drafting(target: Target, drafter: Drafter | None, spec: Spec) -> Drafting | None:
