@@ -41,6 +41,7 @@ from lantern_hpu.backends.cpu.backend import CPUBackend, threads_set
 from lantern_hpu.commands.serve import main
 from lantern_hpu.console import KEPT, NonBlockingStream
 from lantern_hpu.core import Request, Sampling
+from lantern_hpu.decode import batch
 from lantern_hpu.decode.batch import Batch
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.errors import CaptureError, DeviceError, OptionError
@@ -273,7 +274,7 @@ PLANTED: dict[str, list[tuple[Any, str, Any]]] = {
         for name in ("prefill_batch", "prefill_slot")
     ],
     "step": [(Engine, "run_steps_and_read", lambda self, seeds, *_: BAD_SEED in seeds)],
-    "result": [(Engine, "result", lambda self, done: f"seed={BAD_SEED}," in repr(done))],
+    "result": [(batch, "read_records", lambda engine, done: f"seed={BAD_SEED}," in repr(done))],
     "pixels": [(LanternPipeline, "picture", lambda self, record: record.seed == BAD_SEED)],
     "send": [],
 }
