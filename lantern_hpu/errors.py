@@ -212,7 +212,7 @@ def exit_code(command: Callable[[], int | None]) -> int:
 
 @contextmanager
 def needing(package: str, purpose: str, extra: str = "models") -> Iterator[None]:
-    """Around imports of an optional package that may be missing, or not load beside a torchvision of another torch."""
+    """Around imports of an optional package that may be missing, or not load next to a torchvision of another torch."""
     try:
         yield
     except (ImportError, RuntimeError, OSError, AttributeError) as error:

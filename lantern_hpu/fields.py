@@ -152,7 +152,7 @@ METHOD = "method"
 
 
 class ImageParams(TypedDict, total=False):
-    """What a call, a command and a request may say of the images to generate, beside their prompts."""
+    """What a call, a command and a request may say of the images to generate, besides their prompts."""
 
     negative_prompt: Annotated[
         "str | Sequence[str] | None",

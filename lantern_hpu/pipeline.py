@@ -191,7 +191,7 @@ class LanternPipeline(ImageGenerator):
         device: str | torch.device | torch.dtype | None = None,
         dtype: str | torch.dtype | None = None,
     ) -> LanternPipeline:
-        """Move to a device or a number format by loading the weights anew; nothing is done if it is there already.
+        """Move to a device or a number format by loading the weights again; nothing is done if it is there already.
 
         Raises:
             LanternError: as from `from_pretrained`.
@@ -217,7 +217,7 @@ class LanternPipeline(ImageGenerator):
         return self.reload(self.options, replace(self.given, drafter=drafter))
 
     def reload(self, options: DeviceOptions, given: PartOverrides) -> LanternPipeline:
-        """Load the model anew with other options or parts; it stays as it is if that fails."""
+        """Load the model again with other options or parts; it stays as it is if that fails."""
         pictures = self.model.vq is not None or self.diffusion is not None
         with self.lock:
             if any(engine.pins for engine in self.engines.engines.values()):
