@@ -36,6 +36,7 @@ class Param:
         name: with underscores; of `ImageParams`, filled in by `IMAGE_PARAMS`.
         http: its name over HTTP; "" if it has none there.
         positional: it is given by its place on a command line, without a name.
+        several: in Python a list has one value for each prompt, or for each image.
     """
 
     kind: Any
@@ -50,6 +51,7 @@ class Param:
     name: str = ""
     http: str | None = None
     positional: bool = False
+    several: bool = False
 
     @property
     def field(self) -> str:
@@ -92,15 +94,25 @@ class Param:
         if self.zero and value == 0:
             return
         fits = is_number(value, self.kind)
+        allowed = self.range or "a number"
+        if not fits and self.kind is int:
+            allowed = f"a whole number, {self.range}" if self.range else "a whole number"
         fits = fits and (self.low is None or value >= self.low)  # type: ignore[operator]
         fits = fits and (self.high is None or value <= self.high)  # type: ignore[operator]
-        require(fits, self.name, value, self.range or "a number")
+        require(fits, self.name, repr(value) if isinstance(value, str) else value, allowed)
 
 
 def is_number(value: object, kind: object) -> bool:
     """Whether a value is a number where `kind` is one, and a whole one where that is whole; else anything is."""
     number = {int: Integral, float: Real}.get(kind)  # type: ignore[call-overload]
     return number is None or (isinstance(value, number) and not isinstance(value, bool))
+
+
+def plain_number(value: Any) -> Any:
+    """A number of another library as one of Python, which JSON holds; anything else as it is."""
+    if isinstance(value, int | float) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
 
 
 # ----------------------------------------------------------------------------------- fields of dataclasses
@@ -156,7 +168,12 @@ class ImageParams(TypedDict, total=False):
 
     negative_prompt: Annotated[
         "str | Sequence[str] | None",
-        Param(str, "negative prompt, for models that support one (Emu3)", metavar="TEXT"),
+        Param(
+            str,
+            "negative prompt, for models that support one (Emu3)",
+            metavar="TEXT",
+            several=True,
+        ),
     ]
     num_images_per_prompt: Annotated[
         int, Param(int, "images per prompt", 1, low=1, high=MAX_IMAGES, http="n")
@@ -177,7 +194,13 @@ class ImageParams(TypedDict, total=False):
     ]
     seed: Annotated[
         "int | Sequence[int] | None",
-        Param(int, "seed of the first image; image i uses seed + i", low=0, high=MAX_SEED),
+        Param(
+            int,
+            "seed of the first image; image i uses seed + i",
+            low=0,
+            high=MAX_SEED,
+            several=True,
+        ),
     ]
     method: Annotated[
         str,
@@ -293,10 +316,11 @@ def given_params(params: Mapping[str, Any], surface: Surface) -> dict[str, Any]:
     given = {}
     for param in IMAGE_PARAMS.values():
         value = params.get(getattr(param, surface))
-        if value is not None:
-            given[param.name] = value
-            if not isinstance(value, list | tuple):
-                param.check(value)
+        if value is None:
+            continue
+        if not (param.several and isinstance(value, list | tuple)):
+            param.check(value)
+        given[param.name] = plain_number(value)
     return given
 
 

@@ -372,6 +372,7 @@ BAD = [
     (["--num-images", "0"], "--num-images is 0"),
     (["--seed", "-1"], "--seed is -1"),
     (["--tree", "chain", "--method", "ar,eagle2"], "--tree chain fits none of"),
+    (["--relax", "lambda-5", "--method", "ar,jacobi"], "--relax lambda-5 fits none of ar, jacobi"),
     (["--tree", "nowhere"], "unknown tree 'nowhere'"),
     (["--tree", ","], "--tree is empty"),
     (["--output", "taken.json"], "taken.json exists"),

@@ -395,10 +395,10 @@ class Cake:
 
 def test_options_are_declared_by_the_dataclass_that_they_fill() -> None:
     parser = ArgumentParser()
-    add_fields(parser, Cake, layers="how many")
+    add_fields(parser, Cake, layers="how many", sweetness="spoons")
     shown = " ".join(parser.format_help().split())
     assert "--layers LAYERS how many (1 (flat) to 9; 2)" in shown
-    assert "--sweetness G grams (0 or more)" in shown
+    assert "--sweetness G spoons (0 or more)" in shown
     assert "--iced with icing" in shown and "baker" not in shown
     assert given_fields(Cake, parser.parse_args([])) == {}
     args = parser.parse_args(["--layers", "3", "--sweetness", "1.5", "--iced"])

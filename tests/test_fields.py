@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from dataclasses import fields
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
 
 from lantern_hpu import LanternPipeline, Sampling
+from lantern_hpu.cli import COMMANDS, module_of
 from lantern_hpu.commands import generate
 from lantern_hpu.errors import PYTHON_NAMES, Arg, LanternError, OptionError, as_option, words
-from lantern_hpu.fields import IMAGE_PARAMS, ImageParams
+from lantern_hpu.fields import IMAGE_PARAMS, MAX_SEED, MOST, ImageParams, given_params
 from lantern_hpu.serve.calls import read_call
 from lantern_hpu.serve.options import ServeOptions
 from lantern_hpu.serve.protocol import ApiError, ImagesRequest, invalid
@@ -54,6 +58,8 @@ BAD: list[tuple[str, Any, dict[str, Any]]] = [
     ("top_p", 1.5, {}),
     ("batch_size", 0, {}),
 ]
+ROOT = Path(__file__).parent.parent
+PARTS = ("lantern_hpu", "backends", "graphs", "gaudi_emulator", "lantern_lab")
 OPTION = re.compile(r"--[a-z][a-z-]*")
 each_bad_value = pytest.mark.parametrize(("name", "value", "more"), BAD, ids=str)
 
@@ -125,10 +131,14 @@ CALLS = [
     ({"prompt": None}, "prompt is None: allowed: a string, or a list of strings"),
     ({"prompt": ["cat", 3]}, "prompt is 3"),
     ({"prompt": []}, "prompt is an empty list"),
-    ({"seed": 1.5}, "seed is 1.5: allowed: 0 to 9223372036854775807"),
+    ({"seed": 1.5}, "seed is 1.5: allowed: a whole number, 0 to 9223372036854775807"),
+    ({"seed": "3"}, "seed is '3': allowed: a whole number"),
     ({"seed": [5, 9, 1]}, "seed has 3 values: allowed: 1, or a single one for all"),
     ({"seed": 0, "generator": torch.Generator()}, "one of seed and generator"),
     ({"num_images_per_prompt": 1.5}, "num_images_per_prompt is 1.5"),
+    ({"num_images_per_prompt": [2]}, "num_images_per_prompt is [2]"),
+    ({"height": [64]}, "height is [64]"),
+    ({"batch_size": [1]}, "batch_size is [1]"),
     ({"negative_prompt": ["a", "b"]}, "negative_prompt has 2 values: allowed: 1"),
     ({"output_type": "jpeg"}, "output_type is jpeg"),
 ]
@@ -141,6 +151,51 @@ def test_a_call_refuses_what_python_alone_can_give(
     with pytest.raises(OptionError) as caught:
         pipeline(**{"prompt": "cat"} | arguments)
     assert said in str(caught.value)
+
+
+def test_numbers_of_numpy_are_pythons_in_a_request() -> None:
+    given = {"seed": np.int64(3), "cfg_scale": np.float32(2), "top_k": np.int64(5), "height": 8}
+    assert {type(value) for value in given_params(given, "name").values()} == {int, float}
+
+
+def test_the_schema_of_a_request_has_the_ranges() -> None:
+    fields = ImagesRequest.model_json_schema()["properties"]
+    ranges = {name: {**fields[name]["anyOf"][0]} for name in ("seed", "top_k", "temperature")}
+    assert ranges == {
+        "seed": {"type": "integer", "minimum": 0, "maximum": MAX_SEED},
+        "top_k": {"type": "integer", "minimum": 0, "maximum": MOST},
+        "temperature": {"type": "number", "minimum": 0, "maximum": 10},
+    }
+
+
+# Arguments of Python alone, and of functions that no option reaches
+NO_OPTION = {"output_type", "torch_dtype", "emulate", "seeds"}
+
+
+def test_every_argument_that_an_error_names_is_an_option() -> None:
+    places = {"Arg": 0, "require": 1, "listed": 1, "naming": 0}
+    named = set()
+    for file in (file for part in PARTS for file in (ROOT / part).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            place = places.get(getattr(getattr(node, "func", None), "id", ""))
+            if not isinstance(node, ast.Call) or place is None or len(node.args) <= place:
+                continue
+            argument = node.args[place]
+            if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+                named.add(argument.value)
+    assert named - known_options() == NO_OPTION
+
+
+def known_options() -> set[str]:
+    """The options and places of all commands, as arguments are named."""
+    names = set()
+    for command in COMMANDS:
+        actions = import_module(module_of(command)).make_parser()._actions
+        for action in actions:
+            names |= {action.dest, *(text.lstrip("-") for text in action.option_strings)}
+            for parser in (action.choices or {}).values() if action.nargs == "A..." else ():
+                actions += parser._actions
+    return {name.replace("-", "_") for name in names}
 
 
 def test_every_surface_has_every_argument() -> None:

@@ -186,7 +186,7 @@ def new_job(args: argparse.Namespace) -> GenerateJob:
     if negative is not None:
         check_text(Arg("negative_prompt"), negative)
     seed = asked.get("seed", 0)
-    IMAGE_PARAMS["seed"].check(seed + count * len(prompts) - 1)
+    IMAGE_PARAMS["seed"].check(seed + count * (max(prompts) + 1) - 1)  # numbers may have gaps
     for label in args.class_label:
         from lantern_hpu.models.text.prefix import class_index
 
@@ -225,6 +225,9 @@ def job_of_png(args: argparse.Namespace) -> GenerateJob:
         why = "the image says what to draw"
         raise OptionError(f"--from-png and {names} exclude each other", why)
     data = read_png(args.from_png)
+    check_prompt(data["prompt"])
+    check_text(Arg("negative_prompt"), data["config"].get("negative") or "")
+    given_params({"seed": data["seed"], "batch_size": args.batch_size}, "name")
     config: dict[str, Any] = data["config"]
     if name := config.get("stretch"):
         what = f"{args.from_png} is of a model stretched to {name}, which is a folder now"

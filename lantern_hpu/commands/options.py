@@ -79,7 +79,7 @@ def add_fields(group: Group, kind: type[Any], *names: str, **helps: str) -> None
 
     Args:
         names: of the fields; all that have a help if none are given.
-        helps: by a field's name, in place of its own help, where that is known to the command alone.
+        helps: by an argument's name, in place of its own help, where that is known to the command alone.
     """
     for param in params_of(kind, *names):
         add_param(group, param, helps.get(param.name, ""))

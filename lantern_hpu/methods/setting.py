@@ -414,11 +414,14 @@ def with_short_forms(
     """Several settings, each with the short forms that it takes and leaves open; with several trees, once with each.
 
     Raises:
-        OptionError: a tree or a window fits no setting.
+        OptionError: a relaxation, a tree or a window fits no setting.
     """
     if relax is not None:
         rule = relaxations.parse(relax)
-        settings = [setting.relaxed(rule) for setting in settings]
+        relaxed = [setting.relaxed(rule) for setting in settings]
+        if relaxed == list(settings):
+            raise fits_none(Arg("relax", relax), settings)
+        settings = relaxed
     loaded = {Arg("tree", name): read_tree(AUTO, name) for name in trees}
     unused = [*loaded, *(Arg("window", width) for width in windows)]
     result = []
@@ -430,8 +433,13 @@ def with_short_forms(
         chosen = fitting.values() if setting.tree is None else ()
         result += [replace(setting, tree=tree) for tree in chosen] or [setting]
     if unused:
-        raise OptionError(words(unused[0], "fits none of", ", ".join(map(str, settings))))
+        raise fits_none(unused[0], settings)
     return result
+
+
+def fits_none(short: Arg, settings: Sequence[Setting]) -> OptionError:
+    """Why a short form cannot be used with several settings."""
+    return OptionError(words(short, "fits none of", ", ".join(map(str, settings))))
 
 
 # ----------------------------------------------------------------------------------------- resolve

@@ -73,7 +73,7 @@ def check_served(options: ServeOptions, opened: OpenedModel) -> None:
     opened.check_pictures()
     for setting in options.settings:
         if opened.config.drafter is None and setting.needs_drafter:
-            raise lacks_drafter(opened.name, words(Arg("methods", str(setting))))
+            raise lacks_drafter(opened.name, Arg("method", str(setting)))
     for size in options.sizes:
         try:
             of_size(opened.config.target, size, opened.name)

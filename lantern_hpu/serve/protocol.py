@@ -169,10 +169,18 @@ REQUEST_HELPS = {
 def fields_of_image() -> dict[str, Any]:
     """Those of `fields.IMAGE_PARAMS` that a body has no field for yet."""
     return {
-        param.field: (param.kind | None, request_field(param))
+        param.field: (request_kind(param) | None, request_field(param))
         for param in IMAGE_PARAMS.values()
         if param.field and param.field not in ImagesBody.model_fields
     }
+
+
+def request_kind(param: Param) -> Any:
+    """The type of a field; a number's range stands in the schema, and `given_params` holds it."""
+    least = 0 if param.zero else param.low
+    ends = {"minimum": least, "maximum": param.high}
+    ends = {name: end for name, end in ends.items() if end is not None}
+    return Annotated[param.kind, Field(json_schema_extra=ends)] if ends else param.kind
 
 
 def request_field(param: Param) -> Any:

@@ -70,7 +70,7 @@ def add_drawn(group: argparse._ArgumentGroup) -> None:
     add_fields(group, Library, "prompts", "prompts_file")
     options.add_method_options(group, f"the preset's; of {SCENES}: {SCENES_ROWS}")
     panels = f"for {SCENES}: captions with four images each, to compare by eye"
-    add_fields(group, PaintedOptions, "images", "panels", images=images, panels=panels)
+    add_fields(group, PaintedOptions, "images", "panels", num_images=images, panels=panels)
     add_fields(group, EvaluateOptions, "seed", "batch_size")
     add(
         "--no-floor",
