@@ -85,7 +85,7 @@ def default_of(devices: Facts) -> Facts:
     try:
         named = device_named("auto")
     except DeviceError as error:
-        return {"device": None, "why": error.what}
+        return {"device": None, "why": spelled(error.what, as_option)}
     if named != "auto":
         facts = devices[named]
         return {

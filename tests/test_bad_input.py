@@ -196,6 +196,7 @@ def test_serve_refuses_what_needs_a_drafter_before_weights_are_read(
     assert serve.main([*words, "--port", "0"]) == 2
     shown = capsys.readouterr().err
     assert "has no drafter" in shown and shown.count("error:") == 1
+    assert "--method eagle cannot" in shown or "--method lantern++ cannot" in shown
 
 
 def test_a_negative_prompt_that_is_cut_is_reported(public: Path) -> None:

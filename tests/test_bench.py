@@ -360,6 +360,24 @@ def test_rows_that_take_turns_draw_what_they_draw_alone(
     assert same == [(r.images, r.tokens_per_step, r.steps) for r in (alone[0], alone[2])]
 
 
+def test_turns_are_taken_within_a_batch_size(
+    pipeline: LanternPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    whole = RunMeter.draw
+
+    def draw(meter: RunMeter) -> None:
+        order.append(f"{meter.case.setting.method} {meter.case.batch}")
+        whole(meter)
+
+    monkeypatch.setattr(RunMeter, "draw", draw)
+    settings = settings_for(["ar", "scd@2"])
+    wanted = BenchRequest(settings=settings, modes=[], batches=[1, 2], images=2, interleave=True)
+    cases = cases_of(pipeline, wanted, ["eager"])
+    run_bench.measure_all(pipeline, wanted, cases, RATES, 0.0)
+    assert order == ["ar 1", "scd 1"] * 2 + ["ar 2", "scd 2"]
+
+
 # ------------------------------------------------------------------------------------ options
 
 BAD = [

@@ -21,6 +21,7 @@ from lantern_hpu import __version__, cli
 from lantern_hpu.commands.generate import main
 from lantern_hpu.core import Request, Sampling
 from lantern_hpu.errors import OutputError
+from lantern_hpu.fields import MAX_SEED
 from lantern_hpu.files import write_file
 from lantern_hpu.methods.relaxation import Multiplicative
 from lantern_hpu.methods.setting import METHODS
@@ -228,6 +229,31 @@ def test_an_image_of_a_stretched_model_says_how_to_write_its_folder(
     assert "lantern-hpu stretch llamagen-xl --output FOLDER" in capsys.readouterr().err
 
 
+def test_what_is_out_of_range_is_refused_before_a_model_is_opened(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A batch of an image to draw again, its changed metadata, and a seed past a gap of numbered prompts."""
+    monkeypatch.chdir(tmp_path)
+    assert generate(model, "--prompt", "cat", "--output", "x.png") == 0
+    changes = {"seed.png": {"seed": -1}, "prompt.png": {"prompt": " "}}
+    for name, change in changes.items():
+        with Image.open("x.png") as image:
+            info = PngInfo()
+            info.add_itxt(METADATA, json.dumps(json.loads(image.text[METADATA]) | change))
+            image.save(name, pnginfo=info)
+    Path("gap.json").write_text('["cat", "", "dog"]')
+    gap = ["--prompts-file", "gap.json", "--seed", str(MAX_SEED - 1)]
+    refused = {
+        "--batch-size is 0": ["--from-png", "x.png", "--batch-size", "0"],
+        "--seed is -1": ["--from-png", "seed.png"],
+        "the prompt is empty": ["--from-png", "prompt.png"],
+        f"--seed is {MAX_SEED + 1}": gap,
+    }
+    for said, options in refused.items():
+        assert main([*options, "--model", "nowhere", "--output", "y.png"]) == 2
+        assert said in capsys.readouterr().err
+
+
 def test_one_file_cannot_hold_two_results(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -354,6 +380,11 @@ def test_failed_write_leaves_no_half_file(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_host_reads_are_rare(pipeline: LanternPipeline) -> None:
+    for method in METHODS:
+        assert pipeline("cat", method=method).graph["host_reads"] <= 24
 
 
 def test_only_the_first_call_of_a_kind_builds_an_engine(pipeline: LanternPipeline) -> None:

@@ -44,7 +44,7 @@ from lantern_hpu.core import Request, Sampling
 from lantern_hpu.decode import batch
 from lantern_hpu.decode.batch import Batch
 from lantern_hpu.decode.engine import Engine
-from lantern_hpu.errors import CaptureError, DeviceError, OptionError
+from lantern_hpu.errors import CaptureError, DeviceError, OptionError, as_option
 from lantern_hpu.methods.relaxation import EXACT, Blended
 from lantern_hpu.models.text.prefix import WordConditioner
 from lantern_hpu.pipeline import LanternPipeline
@@ -1370,6 +1370,13 @@ def test_engines_that_do_not_fit_together_are_refused_before_anything_is_capture
     assert not pipeline.engines.engines
     slots, methods = (arg.value for arg in refused.value.hint.args)
     assert isinstance(slots, int) and 1 <= slots < 6 and methods == "scd"
+    monkeypatch.setattr(host, "available_bytes", lambda: 0)
+    with pytest.raises(DeviceError) as refused:
+        DecodeThread(pipeline, options)
+    assert refused.value.text(as_option).endswith(
+        "--method ar --slots 1, or lantern-hpu plan --serve"
+    )
+    monkeypatch.setattr(host, "available_bytes", lambda: (one + two) // 2)
     DecodeThread(pipeline, replace(options, slots=slots))
     DecodeThread(pipeline, replace(options, methods=("scd",)))
 

@@ -20,7 +20,7 @@ from lantern_hpu import cli
 from lantern_hpu.commands import generate
 from lantern_hpu.commands import tune as command
 from lantern_hpu.core import RunStats
-from lantern_hpu.errors import LanternError, OptionError, TreeError
+from lantern_hpu.errors import LanternError, OptionError, TreeError, as_option
 from lantern_hpu.methods import tuned_trees
 from lantern_hpu.methods.relaxation import EXACT, Multiplicative
 from lantern_hpu.methods.setting import Resolved
@@ -352,6 +352,14 @@ def test_what_cannot_be_tuned_is_refused(
 ) -> None:
     assert command.main(options) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_model_without_a_drafter_is_tuned_by_methods_that_need_none(model: Path) -> None:
+    pipeline = LanternPipeline.from_pretrained(str(model))
+    pipeline.model.drafter = None
+    with pytest.raises(OptionError, match="has no drafter") as refused:
+        tuner.check_model(pipeline, pipeline.situation("eagle", 1))
+    assert refused.value.text(as_option).endswith("--drafter, or --method jacobi or scd or sjd-pac")
 
 
 def test_profile_without_counts_is_refused(tmp_path: Path) -> None:

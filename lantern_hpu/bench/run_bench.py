@@ -19,7 +19,7 @@ from lantern_hpu.bench.cases import BenchRequest, Case, cases_of, has_long_steps
 from lantern_hpu.bench.columns import EAGER, SpeedRow, with_speeds
 from lantern_hpu.bench.measure import BRIEF_WARM_UP, WARM_UP, Rates, RunMeter, measure_rates, sizes
 from lantern_hpu.bench.report import KIND, VERSION, heading
-from lantern_hpu.errors import Arg, DeviceError, words
+from lantern_hpu.errors import Arg, DeviceError, as_option, spelled, words
 from lantern_hpu.methods.request import in_turn
 from lantern_hpu.methods.setting import AUTO
 from lantern_hpu.pipeline import LanternPipeline
@@ -142,7 +142,7 @@ def refusals(pipeline: LanternPipeline, case: Case, missed: list[str]) -> Iterat
         with pipeline.backend.errors(), torch.no_grad():
             yield
     except DeviceError as error:
-        missed.append(f"not measured: {case}: {error.reason}")
+        missed.append(f"not measured: {case}: {spelled(error.reason, as_option)}")
         pipeline.engines.shrink(0)
 
 

@@ -178,8 +178,8 @@ def fields_of_image() -> dict[str, Any]:
 def request_kind(param: Param) -> Any:
     """The type of a field; a number's range stands in the schema, and `given_params` holds it."""
     least = 0 if param.zero else param.low
-    ends = {"minimum": least, "maximum": param.high}
-    ends = {name: end for name, end in ends.items() if end is not None}
+    both = {"minimum": least, "maximum": param.high}
+    ends: dict[str, Any] = {name: end for name, end in both.items() if end is not None}
     return Annotated[param.kind, Field(json_schema_extra=ends)] if ends else param.kind
 
 

@@ -22,7 +22,7 @@ from lantern_hpu.files import check_free
 from lantern_hpu.methods import tuned_trees
 from lantern_hpu.methods.relaxation import EXACT
 from lantern_hpu.methods.request import in_turn
-from lantern_hpu.methods.setting import METHODS, WINDOWS, Setting
+from lantern_hpu.methods.setting import METHODS, WINDOWS, Setting, one_of
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.progress import ProgressBar
 from lantern_hpu.results.prompts import usual_prompts
@@ -207,7 +207,7 @@ def check_model(pipeline: LanternPipeline, situation: tuned_trees.Situation) -> 
     """Raise an error if the model cannot draft this method's trees, or the tree could not be saved."""
     method = situation["method"]
     if METHODS[Setting.parse(method).method].needs_drafter and pipeline.model.drafter is None:
-        hint = words(Arg("drafter"), ", or", Arg("method", " or ".join(WINDOWS)))
+        hint = words(Arg("drafter"), ", or", one_of("method", WINDOWS))
         raise OptionError(f"{pipeline.model.name} has no drafter", f"{method} needs one", hint)
     check_free([tuned_trees.file_of(situation)], force=True)
 

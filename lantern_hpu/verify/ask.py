@@ -21,7 +21,7 @@ from lantern_hpu.core import Request, RunStats
 from lantern_hpu.decode.engine import Engine, GraphReport
 from lantern_hpu.decode.memory import DeviceMemory
 from lantern_hpu.decode.memory import peak as planned_peak
-from lantern_hpu.errors import LanternError
+from lantern_hpu.errors import LanternError, as_option, spelled
 from lantern_hpu.methods.setting import Setting
 from lantern_hpu.models.transformer import Target
 from lantern_hpu.ops import sampling
@@ -328,7 +328,7 @@ def refusal_of_a_cut(error: BaseException | None) -> str:
 def explained(error: BaseException) -> str:
     """An error in one line, in plain words where it is a known one."""
     if isinstance(error, LanternError):
-        return error.reason
+        return spelled(error.reason, as_option)
     known = hpu_errors.explain_gaudi(error) if isinstance(error, Exception) else None
     if known is not None:
         return f"{known.what} ({known.hint})"
