@@ -279,7 +279,7 @@ def require(holds: bool, name: str | Words, value: object, allowed: str) -> None
 
 def listed(text: str, name: str, what: str = "", allowed: Collection[str] = ()) -> list[str]:
     """The parts of a comma-separated argument, each a `what`; any are allowed if none are named."""
-    arg = Arg(name.lstrip("-").replace("-", "_"))
+    arg = Arg(name)
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts:
         raise OptionError(words(arg, "is empty"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from lantern_hpu.backends import DeviceOptions
-from lantern_hpu.backends.base import DevicePlan, dtype_name, own_defaults
+from lantern_hpu.backends.base import dtype_name, own_defaults
 from lantern_hpu.core import Event, Request, Sampling, size_of
 from lantern_hpu.decode.pixels import hidden_states
 from lantern_hpu.decode.spec import batch_size_for
@@ -41,7 +41,6 @@ from lantern_hpu.methods.setting import (
 )
 from lantern_hpu.models.diffusion import DiffusionPixels
 from lantern_hpu.models.files.names import PartOverrides
-from lantern_hpu.models.model import ImageModel
 from lantern_hpu.results.images import GenerationResult, OutputType
 from lantern_hpu.results.progress import Bar
 
@@ -58,15 +57,7 @@ class LanternPipeline(ImageGenerator):
     images are those of calls made one by one.
     """
 
-    def __init__(
-        self,
-        model: ImageModel,
-        fit: DevicePlan,
-        options: DeviceOptions = DeviceOptions(),
-        given: PartOverrides = PartOverrides(),
-    ) -> None:
-        super().__init__(model, fit, options, given)
-        self.bar_options: dict[str, Any] = {"disable": None}  # None: shown on a terminal alone
+    bar_options: Mapping[str, Any] = {"disable": None}  # None: shown on a terminal alone
 
     @classmethod
     @nearest_keyword

@@ -125,6 +125,13 @@ class GenerateJob:
     tokens: bool = False  # whether those are enough, of which pictures can be made later, or
     states: bool = False  # hidden states
 
+    def __post_init__(self) -> None:
+        for prompt in dict.fromkeys(self.prompts.values()):
+            check_prompt(prompt)
+        if self.negative is not None:
+            check_text(Arg("negative_prompt"), self.negative)
+        IMAGE_PARAMS["seed"].check(self.seed + max(self.prompts))
+
     @property
     def slots(self) -> int:
         """Images that are decoded together."""
@@ -166,12 +173,12 @@ def read_job(args: argparse.Namespace) -> GenerateJob:
     if args.resume and (args.force or args.grid or args.save_tokens or args.save_states):
         why = "it keeps the images that are there, and only their pixels"
         raise OptionError("--resume excludes --force, --grid, --save-tokens and --save-states", why)
-    job = job_of_png(args) if args.from_png else new_job(args)
-    return replace(job, tokens=args.save_tokens is not None, states=args.save_states is not None)
-
-
-def new_job(args: argparse.Namespace) -> GenerateJob:
     asked = given_params(vars(args), "name")
+    return job_of_png(args) if args.from_png else new_job(args, asked)
+
+
+def new_job(args: argparse.Namespace, asked: Mapping[str, Any]) -> GenerateJob:
+    """A job of the arguments of an image, `asked`, and the other options."""
     prompts = dict(enumerate([*(prompt.strip() for prompt in args.prompt), *args.class_label]))
     first, listed = len(prompts), numbered_prompts(args.prompts_file) if args.prompts_file else {}
     prompts |= {first + number: prompt for number, prompt in listed.items()}
@@ -180,13 +187,6 @@ def new_job(args: argparse.Namespace) -> GenerateJob:
     count = asked.get("num_images", 1)
     most = MAX_IMAGES // len(prompts)
     require(count <= most, "num_images", count, f"1 to {most}")
-    for prompt in prompts.values():
-        check_prompt(prompt)
-    negative = asked.get("negative_prompt")
-    if negative is not None:
-        check_text(Arg("negative_prompt"), negative)
-    seed = asked.get("seed", 0)
-    IMAGE_PARAMS["seed"].check(seed + count * (max(prompts) + 1) - 1)  # numbers may have gaps
     for label in args.class_label:
         from lantern_hpu.models.text.prefix import class_index
 
@@ -197,16 +197,18 @@ def new_job(args: argparse.Namespace) -> GenerateJob:
         raise OptionError(f"--drafter has no use for {setting.method}", why, "leave --drafter out")
     return GenerateJob(
         prompts={n * count + i: text for n, text in prompts.items() for i in range(count)},
-        seed=seed,
+        seed=asked.get("seed", 0),
         model=args.model or "builtin",
         given=options.from_args(PartOverrides, args),
         device=options.from_args(DeviceOptions, args),
         batch_size=args.batch_size,
         labels=bool(args.class_label),
-        negative=negative,
+        negative=asked.get("negative_prompt"),
         size=size_of(args.height, args.width),
         setting=setting,
         sampling=only(Sampling, asked),
+        tokens=args.save_tokens is not None,
+        states=args.save_states is not None,
     )
 
 
@@ -225,9 +227,6 @@ def job_of_png(args: argparse.Namespace) -> GenerateJob:
         why = "the image says what to draw"
         raise OptionError(f"--from-png and {names} exclude each other", why)
     data = read_png(args.from_png)
-    check_prompt(data["prompt"])
-    check_text(Arg("negative_prompt"), data["config"].get("negative") or "")
-    given_params({"seed": data["seed"], "batch_size": args.batch_size}, "name")
     config: dict[str, Any] = data["config"]
     if name := config.get("stretch"):
         what = f"{args.from_png} is of a model stretched to {name}, which is a folder now"
@@ -256,6 +255,8 @@ def job_of_png(args: argparse.Namespace) -> GenerateJob:
         size=tuple(size) if (size := config.get("size")) else None,
         png=args.from_png,
         known=config,
+        tokens=args.save_tokens is not None,
+        states=args.save_states is not None,
     )
 
 

@@ -193,13 +193,16 @@ def add_short_forms(group: Group) -> None:
     add_image_params(group, "tree", "window", "relax")
 
 
+def names(text: str | None, option: str) -> tuple[str, ...]:
+    """A comma-separated option; nothing if it was not given."""
+    return () if text is None else tuple(listed(text, option))
+
+
 def settings_of(args: argparse.Namespace, usual: str = "") -> list[Setting]:
     """The settings of `--method`, else the usual ones, with the short forms."""
     texts = listed(args.method or usual, "method")
-    trees, windows = (
-        [] if text is None else listed(text, name)
-        for name, text in (("tree", args.tree), ("window", args.window))
-    )
+    trees = names(args.tree, "tree")
+    windows = names(args.window, "window")
     if len(texts) == 1 and len(trees) <= 1 and len(windows) <= 1:  # what does not fit says why
         tree = next(iter(trees), None)
         return [Setting.of(texts[0], args.relax, tree, next(iter(windows), None))]

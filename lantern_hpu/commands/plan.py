@@ -17,8 +17,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from lantern_hpu.backends import BYTES, DeviceOptions, prepare
-from lantern_hpu.commands.options import Parser, add_fields, from_args
-from lantern_hpu.commands.serve import names
+from lantern_hpu.commands.options import Parser, add_fields, from_args, names
 from lantern_hpu.errors import OptionError, as_option, exit_code, require, shell, spelled
 from lantern_hpu.files import amount
 from lantern_hpu.methods.setting import METHODS

@@ -17,7 +17,7 @@ from lantern_hpu.backends import DeviceOptions, prepare
 from lantern_hpu.commands import options
 from lantern_hpu.commands.options import Parser, add_fields, from_args
 from lantern_hpu.console import nonblocking_stderr
-from lantern_hpu.errors import Arg, OptionError, exit_code, listed, require, words
+from lantern_hpu.errors import Arg, OptionError, exit_code, require, words
 from lantern_hpu.models.files.names import PartOverrides
 from lantern_hpu.serve.options import DEFAULT, FILTERS, ServeOptions
 
@@ -61,9 +61,9 @@ def serve_request(args: argparse.Namespace) -> ServeOptions:
         "given": from_args(PartOverrides, args),
         "device": from_args(DeviceOptions, args),
         "methods": served_methods(args),
-        "allow": names(args.allow, "allow"),
+        "allow": options.names(args.allow, "allow"),
         "sizes": picture_sizes(args.sizes),
-        "allow_host": (args.host, *names(args.allow_host, "allow_host")),
+        "allow_host": (args.host, *options.names(args.allow_host, "allow_host")),
         "api_key": key,
     }
     return from_args(ServeOptions, args, **made)
@@ -79,18 +79,13 @@ def served_methods(args: argparse.Namespace) -> tuple[str, ...]:
 def picture_sizes(text: str | None) -> tuple[tuple[int, int], ...]:
     """Height and width of each of a comma-separated list of WIDTHxHEIGHT."""
     result = []
-    for name in dict.fromkeys(names(text, "sizes")):
+    for name in dict.fromkeys(options.names(text, "sizes")):
         read = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", name)
         if read is None:
             what = words(Arg("sizes"), f"has {name!r}")
             raise OptionError(what, "width x height in pixels", "1024x768")
         result.append((int(read[2]), int(read[1])))
     return tuple(result)
-
-
-def names(text: str | None, option: str) -> tuple[str, ...]:
-    """A comma-separated option; nothing if it was not given."""
-    return () if text is None else tuple(listed(text, option))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
