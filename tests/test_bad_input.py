@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -69,6 +70,114 @@ ODD = [
     "evaluate --preset scenes --output o --num-images 999999999999",
 ]
 
+WHERE = "--output out"
+# What is not a value of an option, or not with the others: all that needs no weights, or few
+REFUSED: dict[str, dict[str, str]] = {
+    f"generate {CAT}": {
+        "--tree oak": "naive_extend_57",
+        "--relax delta=0.1:lambda=2": "exclude each other",
+        "--method ar --tree chain": "drafts nothing",
+        "--prompts-file nowhere.txt": "nowhere.txt",
+        "--prompt '   '": "empty",
+        "--from-png x.png": "exclude each other",
+        "--num-images 2 --output one.png": "--grid",
+        "--output image.jpg": ".png",
+        # Windows: longer than the picture, and than any
+        "--method scd --window 16": "--window",
+        "--method scd --window 999": "scd takes 1 to 256",
+        "--method scd --window 0": "scd takes 1 to 256",
+        "--method eagle --window 8": "eagle has no window",
+        "--window 8": "auto chooses the tree",
+        "--method scd --window 8:2x2": "one draft at each place",
+        "--method sjd-pac --window 2:2x3": "0 to 2 levels",
+        "--method sjd-pac --window 8:wide": "cannot read",
+        "--method sjd-pac --window 8:33x2": "at most 32 children",
+        "--method jacobi --relax lambda-5": "nothing to relax",
+        "--method lantern --relax gsd": "no clusters with",
+        "--method scd --tree jacobi:8": "does not fit scd",
+        "--method scd --tree scd:8 --window 8": "exclude each other",
+        "--method scd --window 8:commit=9": "1 to 8",
+        "--method jacobi --window 0:commit=1": "no drafts to accept",
+        "--method sjd-pac --window 8:2x2:commit=4": "exclude each other",
+        "--method scd --window 8:commit=4 --relax lambda-5": "commit takes no relaxation",
+    },
+    "serve": {
+        "--port 0 --slots 0": "1 to 256",
+        "--port 0 --method magic": "unknown method",
+        "--port 0 --allow all": "greedy, top_k, top_p",
+        "--port 0 --queue 0": "--queue",
+        "--port 0 --timeout 0": "--timeout",
+        "--port 0 --shutdown-timeout -1": "--shutdown-timeout",
+        "--port 99999": "--port",
+        "--port 0 --host 203.0.113.7": "cannot listen",
+        "--port 0 --model nowhere": "unknown model",
+        "--port 0 --keep-text free": "cannot be served",
+        "--port 0 --api-key schl\u00fcssel": "cannot be sent",
+        "--port 0 --api-key ''": "cannot be sent",
+        "--port 0 --replicas 0": "--replicas",
+        "--port 0 --device toaster": "cpu",
+    },
+    "bench --model MODEL": {
+        "--method magic": "unknown method 'magic'",
+        "--method ar,ar": "--method names ar twice",
+        "--graphs magic": "unknown graph mode 'magic'",
+        "--graphs hpu_graph": "does not offer graph mode 'hpu_graph'",
+        "--batch-sizes 1,0": "--batch-sizes is 1,0",
+        "--batch-sizes some": "numbers from 1, such as 1,8",
+        "--num-images 0": "--num-images is 0",
+        "--seed -1": "--seed is -1",
+        "--tree chain --method ar,eagle2": "--tree chain fits none of",
+        "--relax lambda-5 --method ar,jacobi": "--relax lambda-5 fits none of ar, jacobi",
+        "--tree nowhere": "unknown tree 'nowhere'",
+        "--tree ,": "--tree is empty",
+        "--output brackets.json": "brackets.json exists",
+    },
+    "tune": {
+        "--method eagle2": "--method eagle2 cannot be tuned",
+        "--max-nodes 1": "--max-nodes is 1: allowed: 2 to 96",
+        "--num-images 0": "--num-images is 0",
+        "--seed -1": "--seed is -1",
+        "--output tree.txt": "cannot write tree.txt",
+        "--profile missing.json": "cannot read missing.json",
+    },
+    "fidelity": {
+        "--method magic": "unknown method 'magic'",
+        "--method lantern:gsd": "no clusters with a dynamic tree",
+        "--num-images 0": "--num-images is 0",
+        "--output binary.py/x.json": "binary.py",
+    },
+    f"evaluate {WHERE}": {
+        "--method magic": "unknown method 'magic'",
+        "--num-images 30": "--num-images is 30",
+        "--panels 1": "--panels is 1",
+        "--batch-size 0": "--batch-size is 0",
+        "--model x": "--preset is missing",
+        "--preset magic": "unknown preset 'magic'",
+        "--preset lantern --panels 3": "--panels has no meaning for --preset lantern",
+        "--preset lantern --metrics magic": "unknown metric 'magic'",
+        "--preset lantern --export there": "--export needs the prompts of a benchmark",
+        "--preset lantern": "--prompts-file is missing",
+        "--metrics fid": "--metrics has no meaning for --preset scenes",
+        "--folder here": "--folder is here",
+    },
+    "lint": {
+        "--method magic": "unknown method 'magic'",
+        "--script none.py": "there is no none.py",
+        "--profile magic": "--profile is magic",
+    },
+    "verify": {
+        "--device abacus": "unknown device 'abacus'",
+        "--device cpu --emulate": "cpu cannot be emulated",
+        "--minutes 0": "--minutes is 0.0",
+        "--output card.txt": "a name that ends in .json",
+    },
+}
+EACH_REFUSED = [
+    pytest.param(command, options, said, id=f"{command.split()[0]} {options}")
+    for command, cases in REFUSED.items()
+    for options, said in cases.items()
+]
+
 
 @pytest.fixture
 def odd_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -83,15 +192,36 @@ def odd_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def files_of(folder: Path) -> set[Path]:
+    return {path for path in folder.rglob("*") if path.is_file()}
+
+
 @pytest.mark.parametrize("line", ODD, ids=lambda line: line.replace(LONG, "LONG")[:60])
 def test_odd_input_is_one_clear_error(
     line: str, model: Path, odd_files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = {path for path in odd_files.rglob("*") if path.is_file()}
+    before = files_of(odd_files)
     command, *words = line.replace("MODEL", str(model)).split()
     assert import_module(module_of(command)).main(words) == 2
     assert capsys.readouterr().err.startswith(("error: ", "MODEL"))
-    assert {path for path in odd_files.rglob("*") if path.is_file()} == before
+    assert files_of(odd_files) == before
+
+
+@pytest.mark.parametrize(("command", "options", "said"), EACH_REFUSED)
+def test_what_a_command_refuses_is_one_clear_error_and_nothing_is_written(
+    command: str,
+    options: str,
+    said: str,
+    model: Path,
+    odd_files: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before = files_of(odd_files)
+    assert cli.main(shlex.split(f"{command} {options}".replace("MODEL", str(model)))) == 2
+    shown = capsys.readouterr().err
+    assert said in shown and "Traceback" not in shown
+    assert [line.startswith("error: ") for line in shown.splitlines()].count(True) == 1
+    assert shown.count("error: ") == 1 and files_of(odd_files) == before
 
 
 @pytest.mark.parametrize(

@@ -380,38 +380,6 @@ def test_turns_are_taken_within_a_batch_size(
 
 # ------------------------------------------------------------------------------------ options
 
-BAD = [
-    (["--method", "magic"], "unknown method 'magic'"),
-    (["--method", "ar,ar"], "--method names ar twice"),
-    (["--graphs", "magic"], "unknown graph mode 'magic'"),
-    (["--graphs", "hpu_graph"], "does not offer graph mode 'hpu_graph'"),
-    (["--batch-sizes", "1,0"], "--batch-sizes is 1,0"),
-    (["--batch-sizes", "some"], "numbers from 1, such as 1,8"),
-    (["--num-images", "0"], "--num-images is 0"),
-    (["--seed", "-1"], "--seed is -1"),
-    (["--tree", "chain", "--method", "ar,eagle2"], "--tree chain fits none of"),
-    (["--relax", "lambda-5", "--method", "ar,jacobi"], "--relax lambda-5 fits none of ar, jacobi"),
-    (["--tree", "nowhere"], "unknown tree 'nowhere'"),
-    (["--tree", ","], "--tree is empty"),
-    (["--output", "taken.json"], "taken.json exists"),
-]
-
-
-@pytest.mark.parametrize(("options", "said"), BAD, ids=lambda value: " ".join(value)[:40])
-def test_bad_options_are_refused(
-    options: list[str],
-    said: str,
-    model: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "taken.json").write_text("{}")
-    assert bench.main(["--model", str(model), *options]) == 2
-    error = capsys.readouterr().err
-    assert said in error and error.startswith("error: ") and error.count("error: ") == 1
-
 
 def test_each_method_gets_the_trees_of_its_kind() -> None:
     settings = [str(setting) for setting in settings_for(list(METHODS), ["chain", "mc_sim_7b_63"])]

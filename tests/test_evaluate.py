@@ -162,23 +162,6 @@ def test_pictures_of_another_run_are_not_taken_for_these(
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--method", "magic"], "unknown method 'magic'"),
-        (["--num-images", "30"], "--num-images is 30"),
-        (["--panels", "1"], "--panels is 1"),
-        (["--batch-size", "0"], "--batch-size is 0"),
-    ],
-)
-def test_bad_options_are_refused_at_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], said: str
-) -> None:
-    assert main([*options, "--output", str(tmp_path / "out")]) == 2
-    assert said in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_folder_of_other_things_is_left_alone(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

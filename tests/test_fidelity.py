@@ -164,25 +164,3 @@ def test_places_lie_inside_their_images(tmp_path: Path, method: str) -> None:
     # One of the image's distributions, and a later one for a later place.
     assert float(gaps.amin(1).max()) < 1e-5
     assert len(gaps.argmin(1).unique()) > 4
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--method", "magic"], "unknown method 'magic'"),
-        (["--method", "lantern:gsd"], "no clusters with a dynamic tree"),
-        (["--num-images", "0"], "--num-images is 0"),
-        (["--output", "setup.cfg/x.json"], "setup.cfg"),
-    ],
-)
-def test_bad_options_are_refused(
-    options: list[str],
-    said: str,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "setup.cfg").write_text("a file, not a folder")
-    assert main(options) == 2
-    assert said in capsys.readouterr().err

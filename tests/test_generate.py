@@ -285,35 +285,6 @@ def test_nothing_is_overwritten_unasked(
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (["--tree", "oak"], "naive_extend_57"),
-        (["--relax", "delta=0.1:lambda=2"], "exclude each other"),
-        (["--method", "ar", "--tree", "chain"], "drafts nothing"),
-        (["--prompts-file", "nowhere.txt"], "nowhere.txt"),
-        (["--prompt", "   "], "empty"),
-        (["--from-png", "x.png"], "exclude each other"),
-        (["--num-images", "2", "--output", "one.png"], "--grid"),
-        (["--output", "image.jpg"], ".png"),
-    ],
-)
-def test_bad_options_get_one_clear_error(
-    model: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    options: list[str],
-    says: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert generate(model, "--prompt", "cat", *options) == 2
-    shown = capsys.readouterr().err
-    assert shown.count("error:") == 1 and "Traceback" not in shown
-    assert says in shown
-    assert not list(tmp_path.rglob("*.png"))
-
-
-@pytest.mark.parametrize(
     ("prompt", "said"),
     [
         ("a red cat on blue apple zebra", "longer than 4 words"),

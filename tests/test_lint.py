@@ -247,13 +247,6 @@ def test_a_method_may_be_a_setting(model: Path, capsys: pytest.CaptureFixture[st
     assert launches[1] < launches[0]
 
 
-@pytest.mark.parametrize(
-    "options", [("--method", "magic"), ("--script", "none.py"), ("--profile", "magic")]
-)
-def test_bad_options_end_with_code_2(options: tuple[str, str]) -> None:
-    assert main(options) == 2
-
-
 BEFORE = """
 import os
 os.environ["PT_HPU_MAX_COMPOUND_OP_SIZE"] = "2"

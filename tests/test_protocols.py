@@ -436,24 +436,3 @@ def test_preset_lantern_scores_a_synthetic_llamagen(
     assert {p.name for p in (out / "pictures/ar").glob("*.png")} == {
         f"{i:012d}.png" for i in range(2)
     }
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ("--model x", "--preset is missing"),
-        ("--preset magic", "unknown preset 'magic'"),
-        ("--preset lantern --panels 3", "--panels has no meaning for --preset lantern"),
-        ("--preset lantern --metrics magic", "unknown metric 'magic'"),
-        ("--preset lantern --export there", "--export needs the prompts of a benchmark"),
-        ("--preset lantern", "--prompts-file is missing"),
-        ("--metrics fid", "--metrics has no meaning for --preset scenes"),
-        ("--folder here", "--folder is here"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(
-    options: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*options.split(), "--output", str(tmp_path / "out")]) == 2
-    assert said in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()

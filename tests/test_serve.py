@@ -1152,33 +1152,6 @@ def test_a_key_is_asked_for_where_there_is_one(model: Path) -> None:
 # The process
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (["--slots", "0"], "1 to 256"),
-        (["--method", "magic"], "unknown method"),
-        (["--allow", "all"], "greedy, top_k, top_p"),
-        (["--queue", "0"], "--queue"),
-        (["--timeout", "0"], "--timeout"),
-        (["--shutdown-timeout", "-1"], "--shutdown-timeout"),
-        (["--port", "99999"], "--port"),
-        (["--host", "203.0.113.7"], "cannot listen"),
-        (["--model", "nowhere"], "unknown model"),
-        (["--keep-text", "free"], "cannot be served"),
-        (["--api-key", "schl\u00fcssel"], "cannot be sent"),
-        (["--api-key", ""], "cannot be sent"),
-        (["--replicas", "0"], "--replicas"),
-        (["--device", "toaster"], "cpu"),
-    ],
-)
-def test_bad_options_get_one_clear_error(
-    options: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*options, *(["--port", "0"] if "--port" not in options else [])]) == 2
-    shown = capsys.readouterr().err
-    assert shown.count("error:") == 1 and says in shown and "Traceback" not in shown
-
-
 def test_a_port_in_use_is_an_error_before_anything_is_loaded(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -335,25 +335,6 @@ def test_damaged_choice_is_refused(model: Path) -> None:
         tuned_trees.find_tree(situation)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--method", "eagle2"], "--method eagle2 cannot be tuned"),
-        (["--max-nodes", "1"], "--max-nodes is 1: allowed: 2 to 96"),
-        (["--num-images", "0"], "--num-images is 0"),
-        (["--seed", "-1"], "--seed is -1"),
-        (["--output", "tree.txt"], "cannot write tree.txt"),
-        (["--profile", "missing.json"], "cannot read missing.json"),
-    ],
-    ids=" ".join,
-)
-def test_what_cannot_be_tuned_is_refused(
-    options: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert command.main(options) == 2
-    assert said in capsys.readouterr().err
-
-
 def test_a_model_without_a_drafter_is_tuned_by_methods_that_need_none(model: Path) -> None:
     pipeline = LanternPipeline.from_pretrained(str(model))
     pipeline.model.drafter = None

@@ -118,11 +118,9 @@ def test_time_that_is_over_leaves_the_rest_open(tmp_path: Path, one_stage: None)
     assert set(states(file).values()) == {"unanswered"}
 
 
-def test_bad_options(tmp_path: Path, one_stage: None, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["verify", "--device", "abacus"]) == 2
-    assert run(["verify", "--device", "cpu", "--emulate"]) == 2
-    assert run(["verify", "--minutes", "0"]) == 2
-    assert run(["verify", "--output", "card.txt"]) == 2
+def test_a_report_of_another_kind_is_not_resumed(
+    tmp_path: Path, one_stage: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "other.json"
     file.write_text(json.dumps({"kind": "lantern_hpu.bench"}))
     assert run(["verify", "--emulate", "--output", str(file)]) == 2

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from lantern_hpu.commands import generate, tune
+from lantern_hpu.commands import tune
 from lantern_hpu.core import Request
 from lantern_hpu.decode import spec
 from lantern_hpu.decode.accept import Acceptance
@@ -216,40 +216,6 @@ def test_the_walk_along_a_spine_is_the_walk_by_levels(name: str, rule: Relaxatio
 
 
 # Options, and what they are chosen by
-
-
-JACOBI, SCD, PAC = (["--method", rule] for rule in ("jacobi", "scd", "sjd-pac"))
-BAD = {
-    "longer than the picture": ([*SCD, "--window", "16"], "--window"),
-    "longer than any": ([*SCD, "--window", "999"], "scd takes 1 to 256"),
-    "none at all": ([*SCD, "--window", "0"], "scd takes 1 to 256"),
-    "a method without one": (["--method", "eagle", "--window", "8"], "eagle has no window"),
-    "auto": (["--window", "8"], "auto chooses the tree"),
-    "a front for a chain": ([*SCD, "--window", "8:2x2"], "one draft at each place"),
-    "a front deeper than W": ([*PAC, "--window", "2:2x3"], "0 to 2 levels"),
-    "a front of words": ([*PAC, "--window", "8:wide"], "cannot read"),
-    "wider than the vocabulary": ([*PAC, "--window", "8:33x2"], "at most 32 children"),
-    "jacobi with a bound": ([*JACOBI, "--relax", "lambda-5"], "nothing to relax"),
-    "grown trees with clusters": (["--method", "lantern", "--relax", "gsd"], "no clusters with"),
-    "another rule's tree": ([*SCD, "--tree", "jacobi:8"], "does not fit scd"),
-    "two trees": ([*SCD, "--tree", "scd:8", "--window", "8"], "exclude each other"),
-    "a schedule longer than the window": ([*SCD, "--window", "8:commit=9"], "1 to 8"),
-    "a schedule of no places": ([*JACOBI, "--window", "0:commit=1"], "no drafts to accept"),
-    "a schedule with siblings": ([*PAC, "--window", "8:2x2:commit=4"], "exclude each other"),
-    "a schedule relaxed": (
-        [*SCD, "--window", "8:commit=4", "--relax", "lambda-5"],
-        "commit takes no relaxation",
-    ),
-}
-
-
-@pytest.mark.parametrize(("options", "said"), BAD.values(), ids=BAD)
-def test_bad_options_are_refused(
-    model: Path, tmp_path: Path, options: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given = ["--model", str(model), "--prompt", "red cat", "--output", str(tmp_path / "x.png")]
-    assert generate.main([*given, *options]) == 2
-    assert not list(tmp_path.iterdir()) and said in capsys.readouterr().err
 
 
 def test_jacobi_refuses_a_relaxed_request_in_a_batch(models: Models) -> None:
