@@ -75,7 +75,6 @@ WHERE = "--output out"
 REFUSED: dict[str, dict[str, str]] = {
     f"generate {CAT}": {
         "--tree oak": "naive_extend_57",
-        "--relax delta=0.1:lambda=2": "exclude each other",
         "--method ar --tree chain": "drafts nothing",
         "--prompts-file nowhere.txt": "nowhere.txt",
         "--prompt '   '": "empty",
@@ -85,15 +84,12 @@ REFUSED: dict[str, dict[str, str]] = {
         # Windows: longer than the picture, and than any
         "--method scd --window 16": "--window",
         "--method scd --window 999": "scd takes 1 to 256",
-        "--method scd --window 0": "scd takes 1 to 256",
         "--method eagle --window 8": "eagle has no window",
         "--window 8": "auto chooses the tree",
         "--method scd --window 8:2x2": "one draft at each place",
         "--method sjd-pac --window 2:2x3": "0 to 2 levels",
         "--method sjd-pac --window 8:wide": "cannot read",
         "--method sjd-pac --window 8:33x2": "at most 32 children",
-        "--method jacobi --relax lambda-5": "nothing to relax",
-        "--method lantern --relax gsd": "no clusters with",
         "--method scd --tree jacobi:8": "does not fit scd",
         "--method scd --tree scd:8 --window 8": "exclude each other",
         "--method scd --window 8:commit=9": "1 to 8",

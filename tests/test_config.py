@@ -357,6 +357,12 @@ BAD_SETTINGS = {
     **{f"{name}@chain": f"{name} drafts a dynamic tree" for name in ("eagle2", "lantern")},
     **{"eagle2@auto": 'tree="auto" does not fit eagle2', "ar@chain": "ar takes no tree"},
     **{"scd@0": "scd takes 1 to 256", "scd@jacobi:4": "scd drafts a window of its own"},
+    **{f"scd:tv={value}": f"relax tv is {value}" for value in ("1.5", "-0.1", "nan")},
+    **{f"scd:tv=0.1:budget={value}": f"relax budget is {value}" for value in ("-1", "inf")},
+    **{f"scd:{rule}budget=2": "budget belongs to tv" for rule in ("lambda=5:", "")},
+    **{"scd:tv=0.1:k=3": "relax k is 3", "scd:tv=0.1:lambda=5": "exclude each other"},
+    **{"lantern:tv=0.1": "no tv with a dynamic tree", "ar:tv=0.1": "ar is exact"},
+    **{"eagle2:tv=0.1": "eagle2 is exact", "jacobi:tv=0.1": "jacobi takes no relaxation"},
     "sjd-pac@8:x3": "cannot read the window 'sjd-pac:8:x3'",
     "eagle@nowhere.json": "cannot read the tree 'nowhere.json'",
 }

@@ -218,22 +218,16 @@ def test_a_rows_bits_depend_on_nothing_but_itself(form: str, isa: str) -> None:
     for rows in (1, 2, 3, 5, 6, 7, 11, 64, 299):
         assert torch.equal(matrix(x[:rows]), whole[:rows])
         assert torch.equal(matrix(x[-rows:]), whole[-rows:])
-    arguments, cache = (
-        step_arguments(target.config, 40, 3, dtype),
-        make_cache(target.config, 40, dtype),
-    )
-    before = (
-        [layer.k.clone() for layer in cache.layers],
-        [layer.v.clone() for layer in cache.layers],
-    )
+    arguments = step_arguments(target.config, 40, 3, dtype)
+    cache = make_cache(target.config, 40, dtype)
     threads, results = torch.get_num_threads(), []
     for count in (1, 2):
         torch.set_num_threads(count)
-        results.append(decoder(**arguments, cache=copied(before, slice(0, 40 * S), 40)))
+        results.append(decoder(**arguments, cache=copied(cache, 0, 40)))
     torch.set_num_threads(threads)
     assert torch.equal(*results)
     for first, rows in ((0, 1), (7, 1), (3, 2), (10, 13)):
-        mine = copied(before, slice(first * S, (first + rows) * S), rows)
+        mine = copied(cache, first, rows)
         part = {
             k: v[first : first + rows] for k, v in arguments.items() if k in ("x", "rope", "mask")
         }
@@ -243,10 +237,11 @@ def test_a_rows_bits_depend_on_nothing_but_itself(form: str, isa: str) -> None:
         assert torch.equal(decoder(**part, cache=mine), results[0][first : first + rows])
 
 
-def copied(layers: tuple[list[Tensor], list[Tensor]], rows: slice, count: int) -> KVCache:
-    """The cache of some rows."""
-    each = zip(*layers, strict=True)
-    return KVCache(tuple(LayerCache(k[rows].clone(), v[rows].clone(), count) for k, v in each))
+def copied(cache: KVCache, first: int, rows: int) -> KVCache:
+    """A copy of some rows of a cache."""
+    part = slice(first * S, (first + rows) * S)
+    each = cache.layers
+    return KVCache(tuple(LayerCache(x.k[part].clone(), x.v[part].clone(), rows) for x in each))
 
 
 def test_positions_that_are_masked_change_no_bit(isa: str) -> None:
@@ -254,19 +249,14 @@ def test_positions_that_are_masked_change_no_bit(isa: str) -> None:
     decoder = NativeDecoder(list(target.layers), target.norm)
     arguments = step_arguments(target.config, 2, 3, torch.float32)
     cache = make_cache(target.config, 2, torch.float32)
-    before = (
-        [layer.k.clone() for layer in cache.layers],
-        [layer.v.clone() for layer in cache.layers],
-    )
-    clean = decoder(**arguments, cache=copied(before, slice(0, 2 * S), 2))
-    seen = (arguments["mask"] == 0).any(2).flatten()  # [R S]
-    for k, v in zip(*before, strict=True):
-        k[~seen] = torch.where(k[~seen] > 0, 1e4, -1e4)
-        v[~seen] = 1e6
-    moved = arguments["source"].long()  # these are read before they are masked
-    for layer, (k, v) in zip(cache.layers, zip(*before, strict=True), strict=True):
-        k[moved], v[moved] = layer.k[moved], layer.v[moved]
-    assert torch.equal(decoder(**arguments, cache=copied(before, slice(0, 2 * S), 2)), clean)
+    spoiled = copied(cache, 0, 2)
+    clean = decoder(**arguments, cache=copied(cache, 0, 2))
+    hidden = (arguments["mask"] != 0).all(2).flatten()  # [R S]
+    hidden[arguments["source"].long()] = False  # these are read before they are masked
+    for layer in spoiled.layers:
+        layer.k[hidden] = torch.where(layer.k[hidden] > 0, 1e4, -1e4)
+        layer.v[hidden] = 1e6
+    assert bool(hidden.any()) and torch.equal(decoder(**arguments, cache=spoiled), clean)
 
 
 @torch.no_grad()

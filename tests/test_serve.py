@@ -94,10 +94,15 @@ class Running:
             time.sleep(0.01)
 
 
+def decoder_of(model: Path, *methods: str, **options: Any) -> DecodeThread:
+    """A decode loop that has not begun."""
+    made = ServeOptions(str(model), methods=methods or ("ar",), **options)
+    return DecodeThread(LanternPipeline.from_pretrained(str(model)), made)
+
+
 @contextmanager
 def served(options: ServeOptions) -> Iterator[Running]:
-    pipeline = LanternPipeline.from_pretrained(options.model)
-    decoder = DecodeThread(pipeline, options)
+    decoder = DecodeThread(LanternPipeline.from_pretrained(options.model), options)
     app = make_app(options, lambda: decoder)
     listening = process.listen("127.0.0.1", 0)
     port = listening.getsockname()[1]
@@ -373,8 +378,7 @@ def held_pixels(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Eve
 @contextmanager
 def decoding(model: Path, slots: int = 2) -> Iterator[DecodeThread]:
     """A decode loop without HTTP."""
-    pipeline = LanternPipeline.from_pretrained(str(model))
-    decoder = DecodeThread(pipeline, ServeOptions(str(model), methods=("ar",), slots=slots))
+    decoder = decoder_of(model, slots=slots)
     decoder.start(wait=True)
     yield decoder
     decoder.stop()
@@ -1104,7 +1108,7 @@ def test_what_auto_chose_is_served_with_its_tree_and_each_setting_as_written(mod
 
 
 def test_nothing_is_taken_before_readiness_or_while_draining(model: Path) -> None:
-    decoder = DecodeThread(LanternPipeline.from_pretrained(str(model)), ServeOptions(str(model)))
+    decoder = decoder_of(model)
     with pytest.raises(ApiError, match="not ready yet"):
         decoder.submit([new_job()[0]])
     decoder.ready = True
@@ -1127,8 +1131,7 @@ def test_a_recording_that_draws_other_tokens_never_gets_ready(
         return known
 
     monkeypatch.setattr(Engine, "run_steps_and_read", wrong)
-    options = ServeOptions(str(model), methods=("ar",), slots=1)
-    decoder = DecodeThread(LanternPipeline.from_pretrained(str(model)), options)
+    decoder = decoder_of(model, slots=1)
     decoder.start()
     decoder.thread.join()
     assert isinstance(decoder.failure, CaptureError) and not decoder.ready
@@ -1162,21 +1165,12 @@ def test_a_port_in_use_is_an_error_before_anything_is_loaded(
     assert "cannot listen on 127.0.0.1" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("host", "key", "warned"),
-    [
-        ("127.0.0.1", None, False),
-        ("::1", None, False),
-        ("localhost", None, False),
-        ("0.0.0.0", "secret", False),
-        ("0.0.0.0", None, True),
-        ("::", None, True),
-        ("gpu-7", None, True),
-    ],
-)
+@pytest.mark.parametrize("key", [None, "secret"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "0.0.0.0", "::", "gpu-7"])
 def test_a_server_that_others_can_use_without_a_key_warns(
-    host: str, key: str | None, warned: bool, capsys: pytest.CaptureFixture[str]
+    host: str, key: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    warned = key is None and host in ("0.0.0.0", "::", "gpu-7")
     process.warn_if_open(host, key)
     shown = capsys.readouterr().err
     assert (f"warning: --host {host} is open" in shown) is warned
@@ -1312,13 +1306,12 @@ def test_the_first_process_of_a_container_ends_at_sigterm(monkeypatch: pytest.Mo
 
 
 def test_images_that_are_not_done_in_time_are_told_so(model: Path, slow: None) -> None:
-    options = ServeOptions(str(model), methods=("ar",), slots=1)
-    decoder = DecodeThread(LanternPipeline.from_pretrained(str(model)), options)
+    decoder = decoder_of(model, slots=1)
     decoder.start()
     decoder.start(wait=True)
     (first, _), (late, heard) = (new_job() for _ in range(2))
     decoder.submit([first, late])  # one slot, so the second waits
-    server = Server(uvicorn.Config(make_app(options, lambda: decoder)), decoder, 0.0)
+    server = Server(uvicorn.Config(make_app(decoder.options, lambda: decoder)), decoder, 0.0)
     server.drain(signal.SIGTERM)
     assert server.lost and server.should_exit
     assert isinstance(heard[0], ApiError) and heard[0].status_code == 503
@@ -1355,9 +1348,9 @@ def test_engines_that_do_not_fit_together_are_refused_before_anything_is_capture
 
 
 def test_lanes_hold_their_engines_as_long_as_the_thread_runs(model: Path) -> None:
-    pipeline = LanternPipeline.from_pretrained(str(model))
-    decoder = DecodeThread(pipeline, ServeOptions(str(model), methods=("ar",), slots=2))
+    decoder = decoder_of(model, slots=2)
     decoder.start(wait=True)
+    pipeline = decoder.pipeline
     engines = list(pipeline.engines.engines.values())
     assert not pipeline.engines.shrink(0) and all(engine.pins for engine in engines)
     decoder.stop()
