@@ -277,47 +277,12 @@ def test_prompts_of_a_file_and_of_the_command_line_are_read_alike(
     assert outs[0].read_bytes() == outs[1].read_bytes()
 
 
-# Refusals that need no weights
-
-
-@pytest.fixture
-def unread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights that must not be read."""
-
-    def load(*_: object) -> None:
-        raise AssertionError("weights were read")
-
-    monkeypatch.setattr(OpenedModel, "load", load)
-    monkeypatch.setattr(Stored, "fill", load)
-
-
-@pytest.mark.parametrize(
-    ("name", "words", "says"),
-    [
-        ("lumina-mgpt", "--prompt cat --negative-prompt dog", "--negative-prompt cannot be used"),
-        ("emu3", "--prompt cat --method lantern++", "has no drafter"),
-        ("emu3", "--prompt cat --tree chain", "has no drafter"),
-        ("emu3", "--class-label 3", "draws from text"),
-    ],
-)
-def test_what_needs_no_weights_is_refused_before_they_are_read(
-    name: str,
-    words: str,
-    says: str,
-    public: Path,
-    tmp_path: Path,
-    unread: None,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    given = ["--model", str(public / name), "--output", str(tmp_path / "x.png"), *words.split()]
-    assert generate.main(given) == 2
-    assert says in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("methods", ["lantern++", "ar,eagle"])
 def test_serve_refuses_what_needs_a_drafter_before_weights_are_read(
-    unread: None, public: Path, capsys: pytest.CaptureFixture[str], methods: str
+    public: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], methods: str
 ) -> None:
+    for owner, name in ((OpenedModel, "load"), (Stored, "fill")):
+        monkeypatch.setattr(owner, name, lambda *_: pytest.fail("weights were read"))
     words = ["--model", str(public / "emu3"), "--method", methods]
     assert serve.main([*words, "--port", "0"]) == 2
     shown = capsys.readouterr().err

@@ -78,6 +78,7 @@ REFUSED = (
     (LUMINA, 'config.json:_name_or_path=""', "", "is unknown"),
     (LUMINA, 'config.json:_name_or_path=""', "--image-size 640", "no Lumina-mGPT draws 640"),
     (LUMINA, "", "--text-encoder {public}/emu3", "is not Chameleon's"),
+    (LUMINA, "", "--negative-prompt dog", "--negative-prompt cannot be used"),
     (LUMINA2, "-model-00002-of-00002.safetensors", "", "files are missing in"),
     (LUMINA2, "-movqgan_270M.ckpt", "", "Lumina-mGPT 2.0: movqgan_270M.ckpt"),
     (LUMINA2, "-tokenizer.json", "", "holds no tokenizer.json"),
@@ -93,6 +94,9 @@ REFUSED = (
     (JANUS, "", "--text-encoder {public}/emu3", "is not Janus's"),
     (JANUS, "", "--negative-prompt dog", "--negative-prompt cannot be used"),
     (EMU3, "", "--image-size 767", "--image-size is 767"),
+    (EMU3, "", "--method lantern++", "has no drafter"),
+    (EMU3, "", "--tree chain", "has no drafter"),
+    (EMU3, "", "--class-label 3", "draws from text"),
     (EMU3, "", "--text-encoder {public}/janus-pro", "is not Emu3's"),
     (SIMPLEAR, "", "--image-size 768", "no SimpleAR draws 768 pixels"),
     (SIMPLEAR, "", "--vq {public}/anole/vqgan.ckpt", "8192 codes, the target draws 64000"),
@@ -138,6 +142,7 @@ def loaded(path: Path, public: Path, options: str = "") -> ImageModel:
 
 def command_of(public: Path, model: Path, options: str) -> list[str]:
     prompt = ["--class-label", "hen"] if "c2i" in model.name else ["--prompt", "red"]
+    prompt = [] if "--class-label" in options else prompt
     return ["--model", str(model), *prompt, *options.format(public=public).split()]
 
 

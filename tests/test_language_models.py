@@ -608,12 +608,9 @@ def refused(capsys: pytest.CaptureFixture[str], *args: str | Path) -> str:
 
 @pytest.mark.slow
 def test_a_negative_prompt_of_ones_own(
-    public: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    public: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It changes the picture, is kept in it, and is refused where guidance reads none."""
+    """It changes the picture, and is kept in it."""
     monkeypatch.chdir(tmp_path)
     own = ["--negative-prompt", "a dog", "--output", "own.png"]
     usual = ["--prompt", "red", "--method", "ar", "--model", str(public / EMU3)]
@@ -621,10 +618,6 @@ def test_a_negative_prompt_of_ones_own(
     assert generate.main(["--from-png", "own.png", "--output", "again.png"]) == 0
     pixels = {n: Image.open(f"{n}.png").tobytes() for n in ("own", "usual", "again")}
     assert pixels["own"] == pixels["again"] != pixels["usual"]
-    said = refused(
-        capsys, "--model", public / JANUS, "--negative-prompt", "dog", "--output", "x.png"
-    )
-    assert "--negative-prompt cannot be used" in said
 
 
 def test_relatives_of_other_tensors_are_refused(
