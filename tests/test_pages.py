@@ -6,6 +6,7 @@ What is run besides: README and docs/recipes.md in test_readme.py, the tutorial 
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import re
 import shlex
@@ -18,8 +19,10 @@ from urllib.parse import unquote
 
 import pytest
 
+import lantern_hpu
 from lantern_hpu import cli
 from scripts.docs import reference_pages
+from scripts.house import PRODUCT, sources
 
 ROOT = Path(__file__).parent.parent
 GENERATED = ROOT / "docs" / "reference" / "generated"
@@ -69,6 +72,28 @@ def test_classes_and_functions_of_the_architecture_page_exist() -> None:
     assert {"Step", "DecodeState", "resolve"} <= names
     missing = [name for name in sorted(names) if not re.search(rf"\b{name}\b", code)]
     assert not missing
+
+
+def test_classes_that_many_packages_use_are_on_the_architecture_page() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    defined: set[str] = set()
+    packages_of: dict[str, set[Path]] = {}
+    for file in (f for part in PRODUCT for f in sources(part)):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef):
+                defined.add(node.name)
+            elif isinstance(node, ast.ImportFrom):
+                for name in node.names:
+                    packages_of.setdefault(name.name, set()).add(file.parent)
+    shared = {name for name, packages in packages_of.items() if len(packages) >= 4} & defined
+    assert len(shared) > 20
+    assert not sorted(name for name in shared if not re.search(rf"`{name}`", text))
+
+
+def test_public_names_are_on_the_page_of_python() -> None:
+    text = (ROOT / "docs" / "reference" / "python.md").read_text()
+    names = set(lantern_hpu.__all__) - {"__version__"}
+    assert not sorted(name for name in names if f"lantern_hpu.{name}\n" not in text)
 
 
 # Tables that nothing here was measured for
