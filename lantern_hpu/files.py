@@ -162,12 +162,23 @@ def check_free(paths: Iterable[Path], force: bool, kept: Collection[Path | None]
         raise OutputError(f"{some_of(taken)} exists", UNASKED, OVERWRITE)
     for folder in {path.parent for path in paths}:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                pass
+            try_folder(folder)
         except OSError as error:
             why = error.strerror or str(error)
             raise OutputError(f"cannot write into {folder}", why) from error
+
+
+def try_folder(folder: Path) -> None:
+    """Raise an OSError unless files can be written into a folder; one that did not exist is removed again."""
+    missing = [part for part in (folder, *folder.parents) if not part.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    finally:
+        for part in missing:
+            with suppress(OSError):
+                part.rmdir()
 
 
 def some_of(paths: Sequence[Path]) -> str:

@@ -97,6 +97,16 @@ def test_a_call_refuses_in_its_arguments(
     assert "--" not in shown and not re.search(r"\bcfg_scale|\bnum_images\b", shown), shown
 
 
+@pytest.mark.parametrize("name", ["method", "tree", "relax", "window"])
+@pytest.mark.parametrize("value", [3.5, b"scd", ["scd"]], ids=str)
+def test_a_call_refuses_parts_of_a_setting_of_other_types(
+    name: str, value: Any, pipeline: LanternPipeline
+) -> None:
+    with pytest.raises(OptionError) as caught:
+        pipeline("cat", **{"method": "scd", name: value})
+    assert caught.value.field in (name, "method")
+
+
 @pytest.fixture(scope="module")
 def served(pipeline: LanternPipeline) -> ServedModel:
     return make_served_model(pipeline, ServeOptions("tiny", methods=("lantern++", "scd@8", "ar")))

@@ -14,7 +14,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
 from lantern_hpu.backends import ACCELERATOR, DraftingDefaults
-from lantern_hpu.errors import Arg, LanternError, OptionError, Words, choices, naming, words
+from lantern_hpu.errors import (
+    Arg,
+    LanternError,
+    OptionError,
+    Words,
+    choices,
+    naming,
+    require,
+    words,
+)
 from lantern_hpu.methods import relaxation as relaxations
 from lantern_hpu.methods import tuned_trees
 from lantern_hpu.methods.relaxation import EXACT, PRESETS, Relaxation, refused
@@ -210,6 +219,10 @@ class Setting:
         Raises:
             OptionError, TreeError: one is given twice, or does not fit.
         """
+        require(isinstance(text, str), "method", text, "a setting as text")
+        require(isinstance(relax, str | Relaxation | None), "relax", relax, "text or a Relaxation")
+        require(isinstance(tree, str | Tree | None), "tree", tree, "text or a tree")
+        require(isinstance(window, str | int | None), "window", window, "a width, or text")
         setting = cls.parse(text)
         if relax is None and tree is None and window is None:
             return setting
