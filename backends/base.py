@@ -234,7 +234,7 @@ class Backend(ABC):
         is_host: whether it is the processor itself.
         shares_pool: whether all recordings keep what they compute in one memory.
         is_host: whether the device is the processor itself, which has the host's memory.
-        overlaps: whether another thread's work may run at the same time as the steps, in what `beside` makes.
+        overlaps: whether another thread's work may run at the same time as the steps, in what `own_stream` makes.
     """
 
     name: str
@@ -342,7 +342,7 @@ class Backend(ABC):
         """The function, compiled whole with static shapes."""
         return compile_whole(function)
 
-    def beside(self) -> Callable[[], AbstractContextManager[object]]:
+    def own_stream(self) -> Callable[[], AbstractContextManager[object]]:
         """Makes the context in which another thread works while steps run; called in the thread of the steps."""
         return nullcontext
 

@@ -91,7 +91,7 @@ class NonBlockingStream(io.TextIOBase):
             data = self.waiting.get()
             lost, self.lost = self.lost, 0
             if lost:
-                data += b"(%d lines are lost: nobody read them)\n" % lost
+                data += b"(%d lines are lost: they were not read)\n" % lost
             with suppress(OSError):  # the reader is gone, or the disk full
                 while data:
                     data = data[os.write(self.descriptor, data) :]

@@ -90,7 +90,7 @@ class Param:
         return f"{self.help} ({'; '.join(details)})" if details else self.help
 
     def check(self, value: object) -> None:
-        """Raise an OptionError for what is no number where one is needed, or out of range."""
+        """Raise an OptionError for what is not a number where one is needed, or out of range."""
         if self.zero and value == 0:
             return
         fits = is_number(value, self.kind)
@@ -148,8 +148,8 @@ def argument_name(part: Field[Any]) -> str:
 
 
 def check_ranges(values: Any) -> None:
-    """Raise an OptionError for a field of a dataclass that is no number where its default is one, or out of the range
-    which `option` gave it; None is in where it is the default."""
+    """Raise an OptionError for a field of a dataclass that is not a number where its default is one, or out of
+    the range which `option` gave it; None is in where it is the default."""
     for part in fields(values):
         value = getattr(values, part.name)
         param = part.metadata.get("param")

@@ -82,7 +82,7 @@ def read_text(file: Path) -> str:
     """A text in UTF-8, with a byte order mark or without; each line ends in a line feed.
 
     Raises:
-        OSError, ValueError, WeightsError: it cannot be read, or is no such text; with the line.
+        OSError, ValueError, WeightsError: it cannot be read, or is not such text; with the line.
     """
     data = file.read_bytes()
     check_content(file)
@@ -195,7 +195,7 @@ def check_kind(path: Path) -> None:
 
 
 def other_kind(path: Path) -> str:
-    """What is under a name that is no file; nothing where there is a file, or nothing yet."""
+    """The kind of thing under a name that is not a file; empty where there is a file, or nothing yet."""
     if os.path.isfile(path) or not os.path.exists(path):
         return ""
     return "a folder" if path.is_dir() else "no regular file"

@@ -214,7 +214,7 @@ class LanternPipeline(ImageGenerator):
             if any(engine.pins for engine in self.engines.engines.values()):
                 why = "a run that has not ended draws with it"
                 hint = "end that run first, or another from_pretrained"
-                raise OptionError("the model cannot be loaded anew", why, hint)
+                raise OptionError("the model cannot be loaded again", why, hint)
             other = type(self).load(self.model.source, options, given, pictures)
             kept = {"bar_options": self.bar_options, "lock": self.lock}
             self.close()

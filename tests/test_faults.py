@@ -115,8 +115,8 @@ IN_THE_STEP = {
 }
 # Faults of an older release alone
 RELEASES = {"a stable sort of many": "1.19"}
-# Name -> (rule, the line beside the replays)
-BESIDE_IT = {
+# Name -> (rule, the line next to the replays)
+NEXT_TO_REPLAYS = {
     "a result kept over a replay": ("H063", "kept.append(y); turn > 1 and kept[-2] + 1"),
 }
 # Name -> the line in the step; above each, why it has no name
@@ -150,12 +150,12 @@ def lint(
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", [*IN_THE_STEP, *BESIDE_IT])
+@pytest.mark.parametrize("name", [*IN_THE_STEP, *NEXT_TO_REPLAYS])
 def test_planted_fault_is_named_with_its_line(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rule, fault = (IN_THE_STEP | BESIDE_IT)[name]
-    where = ("pass", fault) if name in BESIDE_IT else (fault, "pass")
+    rule, fault = (IN_THE_STEP | NEXT_TO_REPLAYS)[name]
+    where = ("pass", fault) if name in NEXT_TO_REPLAYS else (fault, "pass")
     code, said, line = lint(tmp_path, capsys, *where, RELEASES.get(name, "1.24"))
     assert code == 1
     assert re.search(rf"step\.py:{line}: error {rule} ", said), said

@@ -297,7 +297,7 @@ def test_what_torch_and_plugin_can_do_together(
         ("PT_HPU_RECIPE_CACHE_CONFIG", "/tmp/a,yes,1024", "PATH[,true|false"),
         ("PT_HPU_RECIPE_CACHE_CONFIG", "/tmp/a~b", "characters"),
         ("PT_HPU_RECIPE_CACHE_CONFIG", "{link}", "symbolic link"),
-        ("PT_HPU_RECIPE_CACHE_CONFIG", "{file}", "no directory"),
+        ("PT_HPU_RECIPE_CACHE_CONFIG", "{file}", "not a directory"),
     ],
 )
 def test_a_value_that_ends_the_process_is_refused_first_with_the_reason(

@@ -389,7 +389,7 @@ def test_a_model_in_the_native_form_draws_what_it_draws_alone() -> None:
 
 def test_a_model_that_the_native_form_lacks_is_told_apart() -> None:
     why = native.why_unsupported([make_target({"dim": 72, "heads": 3, "ffn_dim": 96})])
-    assert "the head size is no multiple of 16" in why
+    assert "the head size is not a multiple of 16" in why
     assert native.why_unsupported([make_target({})]) == ""
 
 

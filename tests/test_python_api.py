@@ -287,7 +287,7 @@ def test_an_engine_in_use_and_its_model_are_refused(pipeline: LanternPipeline) -
     first = next(stream)
     with pytest.raises(OptionError, match="the engine is in use"):
         next(pipeline.stream(engine, requests))
-    with pytest.raises(OptionError, match="cannot be loaded anew"):
+    with pytest.raises(OptionError, match="cannot be loaded again"):
         pipeline.to(dtype="bfloat16")
     found = dict([first, *stream])
     alone = pipeline.draw(requests, setting).tokens

@@ -156,7 +156,7 @@ class CUDABackend(Backend):
         self.recordings.discard(recording)
         self.retired = [*self.retired, graph] if self.recordings else []
 
-    def beside(self) -> Callable[[], AbstractContextManager[object]]:
+    def own_stream(self) -> Callable[[], AbstractContextManager[object]]:
         """A stream of its own, which waits for nothing: what passes between the threads is on the host."""
         return partial(torch.cuda.stream, torch.cuda.Stream())
 

@@ -142,7 +142,7 @@ def unfit_cache(folder: str) -> str | None:
     if path.is_symlink():
         return f"{folder} is a symbolic link"
     if folder and path.exists() and not path.is_dir():
-        return f"{folder} is no directory"
+        return f"{folder} is not a directory"
     known = next((place for place in (path, *path.parents) if place.exists()), path)
     return None if not folder or os.access(known, os.W_OK) else f"{known} is not writable"
 
@@ -272,7 +272,7 @@ def _decide(mode: str, flag: str | None) -> tuple[bool, str]:
 
 
 def _running_lazy() -> bool | None:
-    """The mode that Gaudi's software was loaded in, by its own word; None if it is not loaded.
+    """The mode that Gaudi's software was loaded in, as it reports; None if it is not loaded.
 
     The flag may have been changed or left unset since, and its default is not the same in all releases.
     """

@@ -298,12 +298,12 @@ def other_weights(
     drawn = f"lantern_hpu {data['version']} drew it at {width} x {height} pixels"
     marks = ", ".join(f"{name} {str(weights[name])[:8]}" for name in others)
     why = f"{drawn}, with other weights than {model} has now ({marks})"
-    anew = f"--prompt and --seed {data['seed']} anew"
-    hint = f"that version, --model with the weights that drew it, or {anew}: another image"
+    again = f"--prompt and --seed {data['seed']} given again"
+    hint = f"that version, --model with the weights that drew it, or {again}: another image"
     if all("drafter" in name for name in others):
         hint = "--drafter with the folder that was used"
     elif all(name.startswith("vq") for name in others):
-        hint = f"that version, or {anew}: the same tokens, other pixels"
+        hint = f"that version, or {again}: the same tokens, other pixels"
     return WeightsError(f"{file} cannot be drawn again", why, hint)
 
 

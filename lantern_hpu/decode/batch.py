@@ -158,7 +158,7 @@ class Batch:
         return steps - one.pending
 
     def run_steps(self, count: int) -> tuple[list[int], int]:
-        """So many steps of all slots. -> [B] tokens known, and the steps launched that they do not tell of
+        """n steps of all slots. -> [B] tokens known, and the steps launched that they do not include
 
         Of no step: what is on its way is waited for, which may be all that is needed.
         """
@@ -192,7 +192,7 @@ class Batch:
         return list(zip(done, records, strict=True))
 
     def event(self, done: Sequence[ImageRecord], images: int, preview: Preview) -> Event:
-        """How far a run of so many images is, of which some are done and have left.
+        """How far a run of images is, of which some are done and have left.
 
         The preview draws tokens [b, N], of which [b] are known.
         """

@@ -86,7 +86,7 @@ class JudgedNodes(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Of all nodes [A, M, ...] those that are judged [A, J, ...]."""
-        # Not by brackets: an index beside a full dimension leaves the graph of some compilers.
+        # Not by brackets: an index next to a full dimension leaves the graph of some compilers.
         return x if self.node is None else x.index_select(1, self.node)
 
 

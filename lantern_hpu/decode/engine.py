@@ -395,11 +395,11 @@ def make_drafting(target: Target, drafter: Drafter | None, spec: Spec) -> Drafti
 
 
 class EngineCache:
-    """The engines of a model, at most so many; what is evicted gives its memory back.
+    """The engines of a model, up to a limit; what is evicted gives its memory back.
 
     One that is pinned is never evicted, nor given to another run: that one gets a second engine. Where recorded graphs
     share memory, that memory goes with the last of them; so the last is evicted only if there is no room for another
-    beside it.
+    next to it.
     """
 
     def __init__(self, model: ImageModel, fit: DevicePlan) -> None:

@@ -57,7 +57,7 @@ class Spec:
         config: TransformerConfig,
         known_neighbours: int | None = None,
     ) -> Spec:
-        """What these requests need, in a batch of so many images; what none of them uses is left out.
+        """What these requests need, in a batch of that many images; what none of them uses is left out.
 
         `config` is of the target, for their size; of each code so many neighbours are known, if not all are.
         """
@@ -165,7 +165,7 @@ def rounded_up(count: int) -> int:
 
 
 def batch_size_for(images: int, wanted: int | None = None) -> int:
-    """How many of so many images are decoded together, if it is not settled.
+    """How many of n images are decoded together, if it is not settled.
 
     Ten images in batches of at most eight are two batches of six, not eight and two.
     """

@@ -80,7 +80,7 @@ class PrefillInput:
         dtype: torch.dtype,
         device: torch.device,
     ) -> PrefillInput:
-        """Room for so many images, the first slots theirs."""
+        """Room for n images, which take the first slots."""
         a, r = images, images * spec.rows // spec.images
         s, keys = capacity(config, spec.tree), None
         if isinstance(spec.tree, Window):

@@ -60,7 +60,7 @@ class Relaxation:
 
     @classmethod
     def by_key(cls) -> dict[str, Field[Any]]:
-        """Its fields by the keys that they are written with: k, residual, the bound, and what it has beside."""
+        """Its fields by the keys that they are written with: k, residual, the bound, and what else it has."""
         return {part.metadata.get("key") or part.name: part for part in fields(cls) if part.compare}
 
     @classmethod
@@ -127,7 +127,7 @@ class Relaxation:
         return self.active and not (self.lends and self.residual == "official")
 
     def fit(self, codes: int) -> Relaxation:
-        """A published setting with no more neighbours than a codebook of so many codes has; others as they are."""
+        """A published setting with no more neighbours than a codebook of that many codes has; others as they are."""
         if not self.published or self.k < codes:
             return self
         return replace(self, k=codes - 1, published=False)

@@ -88,7 +88,7 @@ class Method:
 
     def small_tree(self, width: int) -> Tree:
         """Instead of `default_tree`, on a device without idle arithmetic; a window has `width` drafts."""
-        if self.rule == "sjd-pac":  # one of them beside the first
+        if self.rule == "sjd-pac":  # one of them next to the first
             return Window.of(self.rule, max(width - 1, SMALL_FRONT[0]), SMALL_FRONT)
         if self.rule is not None:
             return Window.of(self.rule, width)
@@ -180,7 +180,7 @@ class Setting:
 
     @property
     def needs_drafter(self) -> bool:
-        """Whether it cannot draw without one, whatever the model; `auto` finds what needs none."""
+        """Whether it cannot draw without one, with any model; `auto` finds what needs none."""
         if self.method == AUTO:
             return not isinstance(self.tree, str | None) and self.tree.needs_drafter
         return METHODS[self.method].needs_drafter
@@ -566,7 +566,7 @@ def default_tree(method: Method, context: ResolveContext) -> Tree:
 
 
 def shortened(tree: Tree, tokens: int) -> Tree:
-    """A usual window no longer than an image of so many tokens; other trees as they are."""
+    """A usual window no longer than an image of that many tokens; other trees as they are."""
     most = tokens - 1
     if not isinstance(tree, Window) or tree.depth <= most:
         return tree

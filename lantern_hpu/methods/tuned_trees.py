@@ -80,7 +80,7 @@ def tuned_methods(situation: Situation, methods: Iterable[str]) -> dict[str, Tun
     tuned = {}
     for method in methods:
         here = situation | {"method": method}
-        # Nobody asked for these: what is damaged, or kept where others may write, is as if it were not there
+        # These were not asked for: what is damaged, or kept where others may write, is ignored
         with suppress(LanternError):
             if file_of(here).is_file():
                 tuned[method] = find_tree(here)

@@ -392,7 +392,7 @@ def read_table(path: Path, k: int | None, codes: int, rows: Sequence[int] | None
         rows: [n] of these alone: [n, k]. All are checked, as what reads tables checks no index.
 
     Raises:
-        WeightsError: it is no table of `codes` codes.
+        WeightsError: it is not a table of `codes` codes.
         OptionError: it has fewer columns.
     """
     table = open_table(path)

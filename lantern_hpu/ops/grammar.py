@@ -12,7 +12,7 @@ NEVER = -1e30
 
 
 class RowEnds(nn.Module):
-    """The last token of the vocabulary closes each row of so many columns of codes, and is nowhere else.
+    """The last token of the vocabulary closes each row of n columns of codes, and is nowhere else.
 
     Places past the N tokens, row ends included, count as the last.
     """

@@ -154,7 +154,7 @@ def grid(
 ) -> Image.Image:
     """All images on one sheet as square as can be, row by row, each with its caption under it, cut to its width.
 
-    So many images `together`, of one prompt, stay in one row.
+    `together`: images of one prompt, which stay in one row.
     """
     columns = columns or together * max(1, math.ceil(math.sqrt(len(images)) / together))
     rows = -(-len(images) // columns)

@@ -119,7 +119,7 @@ def texts_in(data: Any, where: str, within: bool = False) -> Iterator[str]:
             for name, value in data.items():
                 yield from texts_in(value, repr(name), True)
     else:
-        raise ValueError(f"{where} is no text: {json.dumps(data)[:60]}")
+        raise ValueError(f"{where} is not text: {json.dumps(data)[:60]}")
 
 
 def of_table(text: str, marks: str) -> list[str]:

@@ -287,7 +287,7 @@ def errors(statuses: dict[int, str]) -> dict[int | str, dict[str, Any]]:
 
 @router.get("/livez", responses={503: {"model": protocol.Status}})
 async def livez(decoder: TheDecoder, response: Response) -> protocol.Status:
-    """Whether the decode loop runs, and text and pixels beside it; it ignores readiness."""
+    """Whether the decode loop runs, and the tasks of text and pixels; it ignores readiness."""
     silent = decoder.seconds_since_heartbeat
     dead = decoder.failure is not None or (decoder.ready and silent > STALE)
     response.status_code = 503 if dead else 200

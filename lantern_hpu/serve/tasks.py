@@ -117,7 +117,7 @@ class ImageTasks:
             self.described[name] = self.pipeline.describe(method.setting)
         if self.pipeline.backend.overlaps:
             for queue in (self.text, self.pixels):
-                queue.make_context = self.pipeline.backend.beside()
+                queue.make_context = self.pipeline.backend.own_stream()
 
     def do_here(self) -> None:
         """One task of each kind, where they are the decode thread's to do."""

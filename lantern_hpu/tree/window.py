@@ -126,7 +126,7 @@ def check_commit(width: int, front: tuple[int, int] | None, commit: int) -> None
 
 
 def front_of(rule: Rule, width: int, front: tuple[int, int] | None) -> tuple[int, int]:
-    """Siblings at so many first levels; none but for `sjd-pac`."""
+    """Siblings at each of the first levels; none but for `sjd-pac`."""
     if rule != "sjd-pac":
         if front is not None:
             what = words("invalid", Arg("window", f"{width}:{front[0]}x{front[1]}"))

@@ -217,7 +217,7 @@ class Solver:
 
     def cheapest(self, costs: Costs, tries: int) -> tuple[float, DraftTree]:
         """The least milliseconds a token of steps that try `tries` children, and the tree."""
-        best = np.maximum.reduce(self.forests[0][0][1:])  # the root alone is no step of this kind
+        best = np.maximum.reduce(self.forests[0][0][1:])  # not the root alone
         nodes, inner = best.shape
         drafting = costs.level * self.depth + costs.child * tries
         verify = np.array([0.0, *map(costs.verifying, range(1, nodes))])

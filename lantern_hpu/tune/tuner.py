@@ -83,7 +83,7 @@ class Tuner:
         self.bar.set_postfix_str(f"row {row} of {self.sizes.grid[0]}")
 
     def requests(self, count: int, tree: DraftTree, first: int = 0) -> list[Request]:
-        """So many images, with seeds from the `first` one on."""
+        """n images, with seeds from the `first` one on."""
         rule = self.relaxation if tree.depth else EXACT
         seed, sampling = self.options.seed + first, self.pipeline.model.sampling
         return in_turn(self.prompts, range(count), seed, sampling, rule)

@@ -1,7 +1,7 @@
 """Whether a device draws from the model's own distribution: first tokens of many seeds against its exact probabilities.
 
 Each seed's token is placed on the cumulative distribution that the plain model on the CPU has after the tokens before,
-from the most probable code to the least. Whatever draws exactly gives uniform numbers there, independent of each
+from the most probable code to the least. Exact sampling gives uniform numbers there, independent of each
 other, so that counts of sixteen bins and all places make one chi-square test. What is drawn too often or too
 rarely shows as a distance, which is at most the total variation.
 """

@@ -55,7 +55,7 @@ class Result:
     stage: str
     item: str  # the question
     state: State
-    detail: str = ""  # what was seen, or why there is no answer
+    detail: str = ""  # what was seen, or why it was not answered
     source: str = ""
     seconds: float = 0.0  # that it took
     numbers: dict[str, Any] = field(default_factory=dict)  # measured, by name with its unit

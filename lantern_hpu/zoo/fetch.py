@@ -128,14 +128,14 @@ def fetch(hub: ModuleType, file: File, to: Path | None) -> None:
 
 
 def write_once(path: Path, text: str) -> None:
-    """Write a small file whole, under a name at first that nobody can foresee. What a killed run left of it goes."""
+    """Write a small file whole, first under a random name. What a killed run left of it is deleted."""
     if not path.is_file() or path.read_text() != text:
         clear_temporary([path])
         write_file(path, text.encode(), force=True)
 
 
 def drop_halves(whole: Path) -> None:
-    """Delete what killed runs left of a file that is whole now; the library names each try anew and forgets it."""
+    """Delete what killed runs left of a file that is whole now; the library names each try differently."""
     blob = whole.resolve()  # in the cache the file is a link
     for half in blob.parent.glob(f"{glob.escape(blob.name)}.*.incomplete"):
         half.unlink(missing_ok=True)

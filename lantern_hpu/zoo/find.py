@@ -1,7 +1,7 @@
 """From a model's name to the files of its parts. Needs no torch and no network: huggingface_hub looks into its cache.
 
 `model` takes a name of the list of known models, a Hub id, a folder of our own (`model.json`), a folder with
-published checkpoints, or one weights file. Parts beside the target are found by their usual names; each can be
+published checkpoints, or one weights file. Parts next to the target are found by their usual names; each can be
 given by an option.
 """
 
@@ -31,9 +31,9 @@ from lantern_hpu.zoo import registry
 from lantern_hpu.zoo.registry import FOLDER, KnownModel, Part, entries
 
 LABEL = "lantern.json"  # in a folder that `download` filled
-UNCHECKED = ".lantern-unchecked"  # beside a repository's files in the cache: see `unchecked`
+UNCHECKED = ".lantern-unchecked"  # next to a repository's files in the cache: see `unchecked`
 # Names of parts in a folder; the first that is there is taken
-BESIDE = {
+USUAL_NAMES = {
     "drafter": ("drafter", "*drafter*"),
     "vq": (
         "vq",
@@ -199,7 +199,7 @@ def parts_of(model: str, given: Collection[str], optional: Collection[str] = ())
     if os.path.isdir(path):  # a name too long for a file is none
         return from_folder(path, given, optional)
     if os.path.exists(path):
-        return Parts(path.stem, os.path.abspath(path), path, **beside(path.parent, path, given))
+        return Parts(path.stem, os.path.abspath(path), path, **parts_in(path.parent, path, given))
     if model in registry.entries() or registry.sources(model):
         entry = registry.get(model)
         return known(entry, require_parts(entry, given=(*given, *optional)), entry.name)
@@ -244,7 +244,7 @@ def from_folder(folder: Path, given: Collection[str], optional: Collection[str] 
         inside = [path.name for path in sorted(folder.iterdir()) if path.is_dir()]
         hint = f"one of the folders in it ({', '.join(inside)})" if inside else "another folder"
         raise WeightsError(f"{folder} is not a model", why, hint)
-    return Parts(name, result, target, **beside(folder, target, given))
+    return Parts(name, result, target, **parts_in(folder, target, given))
 
 
 def target_in(folder: Path) -> Path | None:
@@ -254,7 +254,8 @@ def target_in(folder: Path) -> Path | None:
         return inside[0] if len(inside) == 1 and inside[0].suffix == ".pt" else folder / "target"
     if any(folder.glob("[!.]*.index.json")) or (folder / "model.safetensors").is_file():
         return folder
-    others = {path for names in BESIDE.values() for name in names for path in folder.glob(name)}
+    usual = [name for names in USUAL_NAMES.values() for name in names]
+    others = {path for name in usual for path in folder.glob(name)}
     left = [file for file in weights_files(folder) if file not in others]
     files = [*{tuple(series_of(file)) or file: file for file in left}.values()]  # one of a series
     if len(files) > 1:
@@ -263,10 +264,10 @@ def target_in(folder: Path) -> Path | None:
     return files[0] if files else None
 
 
-def beside(folder: Path, target: Path, given: Collection[str]) -> dict[str, Any]:
+def parts_in(folder: Path, target: Path, given: Collection[str]) -> dict[str, Any]:
     """Parts in a folder by their usual names, but for those that are given."""
     result: dict[str, Any] = {}
-    for part, names in BESIDE.items():
+    for part, names in USUAL_NAMES.items():
         if part in given:
             continue
         matching = (
@@ -274,7 +275,7 @@ def beside(folder: Path, target: Path, given: Collection[str]) -> dict[str, Any]
             for name in names
         )
         paths = next(filter(None, matching), [])
-        if len(paths) > 1:  # vq_ds16_t2i.pt beside vq_ds16_c2i.pt: a target's name says which it is
+        if len(paths) > 1:  # vq_ds16_t2i.pt and vq_ds16_c2i.pt: a target's name says which it is
             paths = [p for p in paths if condition_kind(p) == condition_kind(target)] or paths
         if len(paths) > 1:
             why = ", ".join(path.name for path in paths)
@@ -286,7 +287,7 @@ def beside(folder: Path, target: Path, given: Collection[str]) -> dict[str, Any]
 
 
 def may_be(part: str, path: Path) -> bool:
-    """Whether a file or folder can be a part of this kind: the log of a drafter's training is no drafter."""
+    """Whether a file or folder can be a part of this kind: the log of a drafter's training is not one."""
     return part not in ("drafter", "vq") or path.is_dir() or is_weights(path)
 
 

@@ -228,7 +228,7 @@ def in_rounds(wanted: Sequence[Column], left: dict[str, list[int]], size: int) -
 def share_with_workers(
     request: EvaluateRequest, items: Sequence[Item], sampling: Sampling, workers: int
 ) -> Share:
-    """So many other processes draw; the output folder is one that all of them see."""
+    """Other processes draw; the output folder is one that all of them see."""
     order = replace(request, given=request.given.resolved(), output=request.output.resolve())
 
     def share(

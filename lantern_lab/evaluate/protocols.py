@@ -1,7 +1,7 @@
 """The protocols of the literature as data: captions, pictures, networks, sampling. Needs no torch.
 
 Figures of two protocols cannot be compared with each other; so each has a name, and a reference made for one is
-refused beside another.
+refused together with another.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     agreement   share of the attributes named in the captions that the classifier predicts
     diversity   root mean square distance of two pictures of one caption, over that of two of the generator's
 
-Beside the methods stand the generator's own pictures of the same captions, which is what the classifier's own error
+Next to the methods are the generator's own pictures of the same captions, which is what the classifier's own error
 and the number of pictures leave, and the same through the model's tokenizer, which no method can better.
 """
 

@@ -58,7 +58,7 @@ class Reference:
 def read_statistics(file: Path, preset: str) -> Gaussian:
     """Mean and covariance of a .npz: `mu` and `sigma`, as ADM, torch-fidelity and clean-fid name them.
 
-    A `protocol` beside them says what they were made for; without it they are taken for ADM's, as the published ones
+    A `protocol` next to them says what they were made for; without it they are taken for ADM's, as the published ones
     are.
     """
     with reported_as(f"cannot read {file}"):

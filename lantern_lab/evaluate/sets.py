@@ -79,7 +79,7 @@ def plain(file: Path) -> list[Item]:
 
 
 def classes(each: int) -> list[Item]:
-    """So many pictures of each class of ImageNet, a round of all classes at a time."""
+    """n pictures of each class of ImageNet, a round of all classes at a time."""
     return [Item(f"{label:04d}-{k:02d}", str(label)) for k in range(each) for label in range(1000)]
 
 

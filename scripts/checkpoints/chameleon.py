@@ -248,7 +248,7 @@ def share_norms(state: State) -> State:
 
 
 def write_lumina(folder: Path, generator: Generator) -> None:
-    """Lumina-mGPT as its authors save it, Meta's tokenizer and the drafter of LANTERN's authors beside it."""
+    """Lumina-mGPT as its authors save it, Meta's tokenizer and the drafter of LANTERN's authors next to it."""
     own = {"z_loss_weight": 1e-5, "_name_or_path": "Alpha-VLLM/Lumina-mGPT-7B-512"}
     vqgan = write_older(folder, generator, dim=32, layers=2, shards=2, change=share_norms, **own)
     write_pickle(folder / "vqgan.ckpt", {"state_dict": vqgan})
@@ -307,7 +307,7 @@ def movqgan_shapes(sizes: Mapping[str, Any]) -> Shapes:
 
 
 def write_lumina2(folder: Path, generator: Generator) -> None:
-    """Lumina-mGPT 2.0 as its authors save it, MoVQGAN beside it."""
+    """Lumina-mGPT 2.0 as its authors save it, MoVQGAN next to it."""
     dim, layers, heads = 16, 2, 2
     state = draw_all(lumina2_shapes(dim, layers, heads), generator, torch.bfloat16)
     write_shards(folder, state, 2)

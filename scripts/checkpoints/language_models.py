@@ -204,7 +204,7 @@ def authors_emu3_vq(state: State) -> State:
 
 
 def write_authors_emu3(folder: Path, generator: Generator) -> None:
-    """Emu3-Gen by its authors' names, and Emu3-VisionTokenizer beside it."""
+    """Emu3-Gen by its authors' names, and Emu3-VisionTokenizer next to it."""
     model = emu3_model(generator)
     network = model.model.text_model.state_dict(prefix="model.")
     head, vq = model.lm_head.state_dict(prefix="lm_head."), model.model.vqmodel.state_dict()

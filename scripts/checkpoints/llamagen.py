@@ -159,7 +159,7 @@ def write_text_encoder(folder: Path, generator: Generator) -> None:
 
 
 def write_class_model(folder: Path, generator: Generator) -> None:
-    """A training checkpoint: "model" beside an optimiser, an argparse.Namespace and a RoPE buffer."""
+    """A training checkpoint: "model" next to an optimiser, an argparse.Namespace and a RoPE buffer."""
     state = draw_all(gpt_shapes(), generator, torch.bfloat16)
     state["freqs_cis"] = torch.zeros(1 + 16 * 16, DIM // HEADS // 2, 2)
     sizes = {"gpt_type": "c2i", "image_size": 256, "num_classes": CLASSES, "cls_token_num": 1}
@@ -171,7 +171,7 @@ def write_class_model(folder: Path, generator: Generator) -> None:
 
 
 def write_sharded_class_models(folder: Path, generator: Generator) -> None:
-    """The FSDP releases: raw state dicts in float32, several models beside one tokenizer.
+    """The FSDP releases: raw state dicts in float32, several models next to one tokenizer.
 
     The 3B file's tensors carry Python attributes, which pickle as torch.Tensor with a state: that file's list of
     imports on the hub says so. Its heads are 100 wide.
@@ -185,14 +185,14 @@ def write_sharded_class_models(folder: Path, generator: Generator) -> None:
 
 
 def write_other_containers(folder: Path, generator: Generator) -> None:
-    """Weights under "module" (DeepSpeed) and under "state_dict"; no tokenizer beside them."""
+    """Weights under "module" (DeepSpeed) and under "state_dict"; no tokenizer next to them."""
     for file, container in (("c2i_B_384.pt", "module"), ("c2i_L_256.pt", "state_dict")):
         state = draw_all(gpt_shapes(layers=1), generator, torch.bfloat16)
         write_pickle(folder / file, {container: state})
 
 
 def write_parts(folder: Path, vq: VQConfig, generator: Generator) -> None:
-    """What text-to-image models have beside them: VQ tokenizer, neighbours, text encoder."""
+    """What text-to-image models have next to them: VQ tokenizer, neighbours, text encoder."""
     codebook = write_llamagen_vq(folder / "vq_ds16_t2i.pt", vq, generator, torch.bfloat16)
     write_neighbours(folder, codebook, CODES - 1, np.uint16)
     write_text_encoder(folder / "text", generator)

@@ -58,7 +58,7 @@ def layer_shapes(i: int) -> Shapes:
 
 
 def write_mammothmoda2(folder: Path, generator: Generator) -> None:
-    """Shards in bfloat16 with their configurations, and Qwen2.5's tokenizer, which its users put beside it."""
+    """Shards in bfloat16 with their configurations, and Qwen2.5's tokenizer, which its users put next to it."""
     model = "llm_model.model.language_model."
     shapes: Shapes = {
         f"{model}embed_tokens.weight": (WORDS, DIM),

@@ -235,7 +235,7 @@ class Run:
             train_step: moves the weights, and returns figures.
             milestone: measures and saves usable weights, every few minutes and at the end; takes the figures'
                 running means, and returns what to print.
-            shown: the figure beside the progress bar. stop: the step to stop at, for another run to resume.
+            shown: the figure next to the progress bar. stop: the step to stop at, for another run to resume.
         """
         saved, means = self.seconds, dict[str, float]()
         form = "{desc} {percentage:3.0f}%|{bar}| {elapsed}"

@@ -125,7 +125,7 @@ def run_unbroken(name: str, model: str, hub: str) -> tuple[dict[str, bytes], flo
 
 
 def kill_often(model: str, times: int, names: Sequence[str], seed: int) -> dict[str, Any]:
-    """So many kills, over the commands in turn."""
+    """n kills, over the commands in turn."""
     rng, found = random.Random(seed), Counter[str]()
     with local_hub() as hub:
         wholes = {name: run_unbroken(name, model, hub) for name in names[:times]}

@@ -5,7 +5,7 @@
 
 The exact distribution is that of the plain model on the CPU in float32; see `lantern_hpu/verify/distribution.py`. Of
 lossless methods the chance of what was seen has to be 1e-4 or more, or the program ends with 1. Of relaxed ones the
-distance that the tokens show is printed beside the meter's. `lantern-hpu verify` asks the same of fewer seeds.
+distance that the tokens show is printed next to the meter's. `lantern-hpu verify` asks the same of fewer seeds.
 """
 
 from __future__ import annotations

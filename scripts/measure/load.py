@@ -259,7 +259,7 @@ def soak(
     """Mixed requests, 32 at a time, and whether the server stays as it was and counts what it answered.
 
     Args:
-        requests: so many, or `minutes` in their place. A quarter of either warms up.
+        requests: how many, or `minutes` in their place. A quarter of either warms up.
         patience: of `Visit`; below a minute a client that reads nothing is not waited for.
     """
     pipeline, wanted = LanternPipeline.from_pretrained(model), dict[tuple[str, int], bytes]()

@@ -5,8 +5,8 @@
 
 **lossless.** Images of `ar` and of a window are drawn from the same prompts with other seeds, in pairs. If the window
 is exact the two of a pair can be exchanged; so the statistic - the largest of the paired t-values of some features - is
-held against what it is where each pair is exchanged at random. Two of the features have mean 0 for whatever draws
-exactly: how much more probable the tokens are than the target's own draws would be, in nats and in probability.
+held against what it is where each pair is exchanged at random. Two of the features have mean 0 for an exact
+method: how much more probable the tokens are than the target's own draws would be, in nats and in probability.
 `stale` is `sjd-pac` as published code has it; it has to be noticed.
 """
 
@@ -109,7 +109,7 @@ def stale_probs() -> Iterator[None]:
 
 @torch.no_grad()
 def features(pipeline: LanternPipeline, drawn: Drawn, batch: int) -> NDArray[np.float64]:
-    """What images are compared by [n, 4]; the first two have mean 0 for whatever draws exactly.
+    """What images are compared by [n, 4]; the first two have mean 0 for any method that draws exactly.
 
     Few, since each more raises what the largest of them has to pass.
     """

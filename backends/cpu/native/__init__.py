@@ -360,7 +360,9 @@ def why_unsupported(modules: Sequence[nn.Module]) -> str:
             ("head size", block.attention.head_dim, LANES),
             ("feed-forward width", block.ffn.down.in_features, 2 * LANES),
         )
-        odd = [f"the {name} is no multiple of {step}" for name, size, step in sizes if size % step]
+        odd = [
+            f"the {name} is not a multiple of {step}" for name, size, step in sizes if size % step
+        ]
         if any(type(linear.weight) is not nn.Parameter for linear in linears_of(block)):
             odd.append("its matrices are quantized")
         if odd:

@@ -3,7 +3,7 @@
  *
  * `kernels.h` is compiled once for each instruction set and number format; which one runs is chosen when the library
  * is loaded. A row's result depends on nothing but itself: each output is one sum over its inputs in their order, and
- * each query one pass over the positions in their order, whatever rows, threads or positions are beside them. */
+ * each query one pass over the positions in their order, independent of other rows, threads and positions. */
 #include "decoder.h"
 
 #include <float.h>

@@ -239,7 +239,7 @@ ALWAYS void NAME(store_head)(const float *x, int64_t size, void *y, const int64_
     for (int64_t i = 0; i < size; i += LANES) NAME(store)(y, i, format, LOAD(x + i));
 }
 
-/* A token's query or key, which lies in `x`: normed (where a family has norms of heads), rotated, and kept in `y`. */
+/* A token's query or key, which is in `x`: normed (where a family has norms of heads), rotated, and kept in `y`. */
 ALWAYS void NAME(turn)(
     const NAME(Pass) *pass, int64_t token, int64_t head, float *x, const float *weight, const float *bias, void *y, const int64_t format) {
     int64_t size = pass->call->head_dim, pairs = size / 2, interleaved = pass->call->interleaved;

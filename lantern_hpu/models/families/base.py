@@ -167,7 +167,7 @@ def head_norms(
 
 @dataclass(frozen=True)
 class Family:
-    """One family of checkpoints: what its files are told by, and what they are made of."""
+    """One family of checkpoints: what its files are recognised by, and what they are made of."""
 
     name: str  # as the list of known models has it
     sampling: Sampling  # published settings
@@ -259,7 +259,7 @@ class Family:
             recipe["codebook.weight"] = Source.of(self.codebook)
         sampling, note = self.sampling_of(files.parts.target)
         for name, tensor in self.computed(config).items():
-            target = target.beside(name, tensor)
+            target = target.with_tensor(name, tensor)
         target = with_tied_head(target, recipe, files.hf_config, self.tied)
         target = replace(target, note=target.note or note)
         weights = Stored(target, recipe, self.ignored)
@@ -312,7 +312,7 @@ def with_tied_head(
         return checkpoint
     if head.names[0] in checkpoint or embed.names[0] not in checkpoint:
         return checkpoint
-    return checkpoint.beside(head.names[0], embed.names[0])
+    return checkpoint.with_tensor(head.names[0], embed.names[0])
 
 
 def unknown_format(checkpoint: Checkpoint, why: str) -> NoReturn:

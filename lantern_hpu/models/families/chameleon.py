@@ -63,7 +63,7 @@ def chameleon_config(family: Family, files: Files, **own: Any) -> TransformerCon
 def anole_config(family: Family, files: Files) -> TransformerConfig:
     """Raises a WeightsError for base Chameleon, whose head was not published for image tokens."""
     config = chameleon_config(family, files)
-    if HEAD in files.checkpoint:  # else an error names it with whatever else is missing
+    if HEAD in files.checkpoint:  # else an error names it with all that is missing
         first = FIRST_IMAGE_TOKEN
         head = files.checkpoint.read(HEAD)[first : first + config.vocab_size : 64]
         if files.hf_config.get("mask_image_logits") or not bool(head.float().abs().sum() > 0):

@@ -76,7 +76,7 @@ class PublishedDrafter:
         fc = self.checkpoint.shapes.get("fc.weight")
         biased = self.hf_config.get("bias", SPECULATORS not in self.hf_config)
         if fc and not biased and "fc.bias" not in self.checkpoint:
-            self.checkpoint = self.checkpoint.beside("fc.bias", torch.zeros(fc[0]))
+            self.checkpoint = self.checkpoint.with_tensor("fc.bias", torch.zeros(fc[0]))
         with reported_as(f"{path} does not describe a model"):
             self.config = eagle_config(self.checkpoint, self.hf_config, target)
 
@@ -99,7 +99,7 @@ class PublishedDrafter:
         checkpoint = self.checkpoint
         if "embed_tokens.weight" not in checkpoint:  # speculators leaves out what is the target's
             own = model.target.embed(torch.arange(len(drafter.embed.weight)))
-            checkpoint = checkpoint.beside("embed_tokens.weight", own)
+            checkpoint = checkpoint.with_tensor("embed_tokens.weight", own)
             recipe["embed.weight"] = Source.of("embed_tokens.weight")
         digest = Stored(checkpoint, recipe, BUFFERS).fill(drafter, dtype, model.target.device)
         if not self.hf_config.get("trusted"):

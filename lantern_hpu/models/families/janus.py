@@ -1,6 +1,6 @@
 """Janus-Pro: names and sizes of the files.
 
-A Llama beside which everything about pictures is separate: codes have embeddings 8 wide that an MLP widens, and a
+A Llama with separate parts for all that concerns pictures: codes have embeddings 8 wide that an MLP widens, and a
 head of two matrices draws the next one; the tokenizer is LlamaGen's VQ-16, in the same file. Names are those of the
 authors' files, or of transformers' JanusForConditionalGeneration; the former are used here.
 """

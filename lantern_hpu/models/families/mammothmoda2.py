@@ -1,6 +1,6 @@
 """MammothModa2-Preview's autoregressive stage: names and sizes of the files.
 
-Qwen2.5's network with tables of image tokens beside those of words, and late layers that have a second SwiGLU for
+Qwen2.5's network with tables of image tokens next to those of words, and late layers that have a second SwiGLU for
 image tokens: which one a token takes is decided by its id. Ours begins with the codes and what closes a row, then
 come words, then other image tokens. Pictures are made of the hidden states by a diffusion model of its own, which
 is not run here; its tensors lie in the same files and are left out.

@@ -36,7 +36,7 @@ from lantern_hpu.models.files.names import (
 from lantern_hpu.models.files.torchscript import read_torchscript
 
 SINGLES = ("model.safetensors", "pytorch_model.bin", "decoder.jit")  # in transformers' order
-# Keys under which training frameworks put the weights; the first is what LlamaGen's sampler reads beside `ema`
+# Keys under which training frameworks put the weights; of `model` and `ema` LlamaGen's sampler reads the first
 CONTAINERS = ("model", "module", "state_dict", "ema")
 # In names of tensors: around parts of a network that was compiled, or trained on many devices
 WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
@@ -89,7 +89,7 @@ class Checkpoint:
         """Only the tensors whose names begin with a prefix, without it."""
         return self.only(lambda name: name.startswith(prefix)).within(prefix)
 
-    def beside(self, name: str, tensor: Tensor | str) -> Checkpoint:
+    def with_tensor(self, name: str, tensor: Tensor | str) -> Checkpoint:
         """With one more tensor, or with one of its own under one more name."""
         shape = self.shapes[tensor] if isinstance(tensor, str) else tuple(tensor.shape)
 
@@ -236,10 +236,10 @@ def load_pickle(path: Path) -> dict[str, Any]:
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < PICKLES_SINCE:
         why = f"torch {torch.__version__} can be led to run code by it (CVE-2025-32434)"
         raise WeightsError(f"{path} is refused", why, "a safetensors file, or torch 2.6")
-    # On the host, whatever device saved it
+    # On the host, also if a device saved it
     read = partial(torch.load, path, map_location=lambda storage, _: storage, weights_only=True)
     try:
-        # Training scripts of LlamaGen store their arguments beside the weights; a Namespace is only a record.
+        # Training scripts of LlamaGen store their arguments with the weights; a Namespace is only a record.
         with torch.serialization.safe_globals([argparse.Namespace]):
             try:
                 content = read(mmap=True)
@@ -424,7 +424,7 @@ class Stored:
         return self.recipe or {name: Source.of(name) for name in module.state_dict()}
 
     def fingerprint(self, module: nn.Module) -> str:
-        """Which weights a module is filled with, the same whatever the container."""
+        """Which weights a module is filled with, the same for any container."""
         return fingerprint(self.checkpoint, self.recipe_of(module))
 
 
@@ -440,7 +440,7 @@ class Weights(NamedTuple):
 
 
 def fingerprint(checkpoint: Checkpoint, recipe: Recipe) -> str:
-    """A digest of a few numbers of each of our tensors: quick, and the same whatever the container.
+    """A digest of a few numbers of each of our tensors: quick, and the same for any container.
 
     Numbers are compared as bfloat16, so that weights and their bfloat16 copy count as the same.
     """

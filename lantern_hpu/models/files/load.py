@@ -72,7 +72,7 @@ DIFFUSION_MISSING = words(
 )
 # Of a model that was saved as a part of another: published files have their heads outside
 INNER_HEADS = ("model.lm_head.", "model.gen_head.", "model.text_model.lm_head.")
-# Values of `model.json` beside those of the configs
+# Values of `model.json` in addition to those of the configs
 DESCRIBED = {
     **dict.fromkeys(("name", "fingerprint", "pixels"), str | None),
     "notes": tuple[str, ...] | None,
@@ -239,7 +239,7 @@ def open_published(parts: Parts) -> OpenedModel:
         if lacks and part not in parts.optional:
             missing += [";", what] if missing else [what]
     if missing:
-        hint = "name them, or put them beside the target"
+        hint = "name them, or put them next to the target"
         raise WeightsError(f"parts are missing for {parts.target}", words(*missing), hint)
     if tokenizer is not None:
         sizes, vq = open_vq(tokenizer, family.normalized_codes)

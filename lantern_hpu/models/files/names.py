@@ -17,7 +17,7 @@ BUILTIN = ASSETS / "builtin"
 # A folder of our own; see `write.py`
 CONFIG = "model.json"
 TARGET, DRAFTER_WEIGHTS, VQ = "target.safetensors", "drafter.safetensors", "vq.safetensors"
-DRAFTER = "drafter.json"  # beside the weights of a drafter in a folder of its own
+DRAFTER = "drafter.json"  # next to the weights of a drafter in a folder of its own
 NEIGHBOURS = "neighbours.npy"
 TOKENIZER = "tokenizer.json"
 # Containers of weights
@@ -85,7 +85,7 @@ ARGUMENTS = {p.name: argument_name(p) for p in fields(PartOverrides) if p.name !
 
 def given_path(text: str) -> Path:
     """A path as users give it: `~` is the home, and the Hub cache's folder of a repository is its main version."""
-    with reported_as(f"{text!r:.60} is no path"):  # of a home whose name no user can have
+    with reported_as(f"{text!r:.60} is not a path"):  # of a home whose name no user can have
         path = Path(os.path.expanduser(text))
     if not path.name.startswith("models--") or not (path / "snapshots").is_dir():
         return path

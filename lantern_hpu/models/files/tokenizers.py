@@ -99,7 +99,7 @@ def open_cosmos(checkpoint: Checkpoint) -> tuple[VQConfig, Stored]:
         named.path,
         {name: s[:2] + s[3:] if len(s) == 5 else s for name, s in named.shapes.items()},
         lambda name: t.sum(2) if (t := named.read(name)).dim() == 5 else t,
-    ).beside("quantize.embedding.weight", fsq_table(FSQ))
+    ).with_tensor("quantize.embedding.weight", fsq_table(FSQ))
     levels = flat.count("decoder.up.")
     norms = [f"decoder.up.{i}.block.0.norm2.weight" for i in range(levels)]
     finest = flat.shapes[norms[0]][0]
@@ -123,7 +123,7 @@ def open_cosmos(checkpoint: Checkpoint) -> tuple[VQConfig, Stored]:
 
 
 def check_vq(config: VQConfig, target: TransformerConfig, pixels: int, path: Path) -> None:
-    """Raise a WeightsError unless a tokenizer has the target's codes, of so many pixels."""
+    """Raise a WeightsError unless a tokenizer has the target's codes, of that many pixels."""
     if config.codebook_size != target.codes:
         why = f"it has {config.codebook_size} codes, the target draws {target.codes}"
     elif config.downsample != pixels:

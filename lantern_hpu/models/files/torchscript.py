@@ -69,6 +69,6 @@ def read_torchscript(path: Path) -> dict[str, Tensor]:
             return dict(named_tensors(TensorReader(archive, data.removesuffix("data.pkl")).load()))
     except PermissionError as error:
         raise WeightsError(f"cannot read {path}", error.strerror or str(error)) from error
-    except Exception as error:  # whatever a damaged pickle makes of its parts
+    except Exception as error:  # a damaged pickle may raise anything
         why = "damaged, cut off, or no TorchScript file"
         raise WeightsError(f"cannot read {path}", why, "download it again") from error

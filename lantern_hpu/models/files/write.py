@@ -58,9 +58,9 @@ def folder_lock(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def staged(output: Path) -> Iterator[Path]:
-    """A new folder beside the output, which takes its name when all is written, and is removed otherwise.
+    """A new folder next to the output, which takes its name when all is written, and is removed otherwise.
 
-    What killed runs left beside the output is removed first; a folder that another run still fills is locked.
+    What killed runs left next to the output is removed first; a folder that another run still fills is locked.
     """
     folder = None
     try:

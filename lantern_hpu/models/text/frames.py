@@ -31,7 +31,7 @@ class TokenOrder:
         return sum(end - start for start, end in self.first)
 
     def stretches(self, rows: int) -> tuple[tuple[int, int], ...]:
-        """The whole table of so many rows, in our order."""
+        """The whole table of n rows, in our order."""
         rest, start = [], 0
         for begin, end in [*sorted(self.first), (rows, rows)]:
             if start < begin:
@@ -48,7 +48,7 @@ class TokenOrder:
         raise ValueError(f"token {token} is not in a table of {rows}")
 
     def tokens(self, rows: int) -> list[int]:
-        """The token of each of so many rows of ours."""
+        """The token of each of n rows of ours."""
         return [token for stretch in self.stretches(rows) for token in range(*stretch)]
 
 
@@ -302,7 +302,7 @@ class SimpleArFrame(Frame):
 class MammothModa2Frame(Frame):
     """Qwen2.5's conversation of one turn, then the size of the picture in codes, width first.
 
-    The row that guidance subtracts has the last tokens of the same prompt alone, whatever they are, as its authors mask
+    The row that guidance subtracts has the last tokens of the same prompt alone, of any kind, as its authors mask
     it. Its files hold no tokenizer that is read here: words are split by Qwen2.5's, which lacks the image tokens.
     """
 

@@ -83,7 +83,7 @@ class WordConditioner(nn.Module, TextConditioner):
     def forward(self, ids: Tensor) -> TextFeatures:
         """[B, P] int32 ids, padded with 0 on the left -> features."""
         valid = ids > 0
-        # A word's place, whatever the padding
+        # A word's place, independent of the padding
         order = (valid.int().cumsum(-1, dtype=torch.int32) - 1).clamp(min=0)
         features = (self.table(ids) + self.position(order)) * valid[..., None]
         return TextFeatures(features, valid)

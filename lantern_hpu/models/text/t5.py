@@ -26,7 +26,7 @@ from lantern_hpu.models.text.prefix import TextConditioner, TextFeatures
 from lantern_hpu.ops.buffers import ToDevice, to_device
 
 CACHED = 1024  # prompts whose features stay on the host, at most 0.5 GB for flan-t5-xl
-TAGS = 32  # a caption with more is no markup, and the parser's time grows with their square
+TAGS = 32  # a caption with more is not markup, and the parser's time grows with their square
 LONG_RUN = re.compile(
     r"(\S{256})(?=\S)|(\s{64})\s+"
 )  # the time of some rules grows with its length
@@ -87,7 +87,7 @@ CLUTTER: Rules = (
     (r"(\D[,./])\b", r"\1 "),
     (r"\s+", " "),
 )
-# The last strip comes after these: a space at an end shields what lies behind it until the second round.
+# The last strip comes after these: a space at an end shields what is behind it until the second round.
 EDGES: Rules = (
     ("^[\"']([\\w\\W]+)[\"']$", r"\1"),
     (r"^['_,\-:;]", ""),

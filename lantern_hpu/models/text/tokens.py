@@ -1,4 +1,4 @@
-"""A prompt as tokens of a language model, of the target's own table or of one beside it."""
+"""A prompt as tokens of a language model, of the target's own table or of a separate one."""
 
 from __future__ import annotations
 
