@@ -32,9 +32,9 @@ from lantern_hpu.models import model as codebook
 from lantern_hpu.models.families import family_of
 from lantern_hpu.models.families.base import LLAMA, Files, check_keys
 from lantern_hpu.models.files import load
-from lantern_hpu.models.files.checkpoint import open_checkpoint, settings_beside
+from lantern_hpu.models.files.checkpoint import open_checkpoint
 from lantern_hpu.models.files.load import open_model
-from lantern_hpu.models.files.names import PartOverrides
+from lantern_hpu.models.files.names import PartOverrides, settings_beside
 from lantern_hpu.models.files.tokenizers import open_vq
 from lantern_hpu.models.model import ImageModel, Placement
 from lantern_hpu.models.text.frames import FIRST_IMAGE_TOKEN, code_name

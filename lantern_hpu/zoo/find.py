@@ -22,6 +22,7 @@ from lantern_hpu.models.files.names import (
     CONFIG,
     PartOverrides,
     Parts,
+    check_folder,
     given_path,
     is_weights,
     series_of,
@@ -240,6 +241,7 @@ def from_folder(folder: Path, given: Collection[str], optional: Collection[str] 
         return Parts(name, result, folder)
     target = target_in(folder)
     if target is None:
+        check_folder(folder)
         why = f"it has neither a {CONFIG} nor weights of a target"
         inside = [path.name for path in sorted(folder.iterdir()) if path.is_dir()]
         hint = f"one of the folders in it ({', '.join(inside)})" if inside else "another folder"

@@ -20,9 +20,8 @@ from lantern_hpu.models.files.checkpoint import (
     Rules,
     Source,
     Stored,
-    folder_of,
 )
-from lantern_hpu.models.files.names import CODE_PIXELS, Parts
+from lantern_hpu.models.files.names import CODE_PIXELS, Parts, folder_of
 from lantern_hpu.models.text.frames import FRAMES, TokenOrder
 from lantern_hpu.models.text.tokens import PROMPT_POSITIONS
 

@@ -22,9 +22,8 @@ from lantern_hpu.models.files.checkpoint import (
     Source,
     Stored,
     open_checkpoint,
-    settings_beside,
 )
-from lantern_hpu.models.files.names import DRAFTER, DRAFTER_WEIGHTS
+from lantern_hpu.models.files.names import DRAFTER, DRAFTER_WEIGHTS, settings_beside
 from lantern_hpu.models.model import ImageModel
 from lantern_hpu.models.text.frames import FRAMES
 from lantern_hpu.models.transformer import Drafter, Target

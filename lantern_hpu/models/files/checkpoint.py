@@ -24,12 +24,16 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lantern_hpu.errors import WeightsError
-from lantern_hpu.files import check_content, check_regular, reading
+from lantern_hpu.files import check_content, check_regular
 from lantern_hpu.models.files.names import (
+    GGUF,
     PICKLES,
     SAFE,
     SCRIPT,
+    check_folder,
+    check_plain,
     indexed_files,
+    quantised,
     series_of,
     weights_files,
 )
@@ -122,7 +126,17 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """A weights file, a series of them by one of its files, or a folder that holds one or an index of several.
 
     Names are those of the network: what torch.compile, DDP and FSDP wrapped around its parts is left out.
+
+    Raises:
+        WeightsError: it cannot be read, or is a quantised copy or an adapter.
     """
+    stored = open_as_stored(path)
+    check_plain(path, stored.shapes)
+    return stored
+
+
+def open_as_stored(path: Path) -> Checkpoint:
+    """The same of a checkpoint that may be quantised."""
     if path.is_dir():
         return open_weights_folder(path)
     series = [path.with_name(name) for name in series_of(path)]
@@ -133,6 +147,8 @@ def open_file(path: Path) -> Checkpoint:
     check_regular(path)
     if not path.is_file():
         raise WeightsError(f"{path} does not exist")
+    if path.suffix == GGUF:
+        raise quantised(path, "llama.cpp (GGUF)")
     if path.suffix not in (SAFE, *PICKLES, SCRIPT):
         why = f"expected {', '.join((SAFE, *PICKLES, SCRIPT))}"
         raise WeightsError(f"{path} is not a weights file", why)
@@ -159,7 +175,9 @@ def open_weights_folder(folder: Path) -> Checkpoint:
             return open_indexed(folder / f"{name}.index.json")
     files = weights_files(folder)
     if files and len({tuple(series_of(file)) or file for file in files}) == 1:
-        return open_checkpoint(files[0])
+        return open_as_stored(files[0])
+    if not files:
+        check_folder(folder)
     result = ", ".join(file.name for file in files) or "nothing"
     raise WeightsError(f"{folder} holds no weights that can be distinguished", f"found {result}")
 
@@ -263,20 +281,6 @@ def load_pickle(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise WeightsError(f"{path} holds no weights", f"it is a {type(content).__name__}")
     return content
-
-
-def folder_of(path: Path) -> Path:
-    """A checkpoint's folder, whether it is the folder or a file in it."""
-    return path if path.is_dir() else path.parent
-
-
-def settings_beside(path: Path) -> dict[str, Any]:
-    """The config.json in a checkpoint's folder; empty where there is none."""
-    file = folder_of(path) / "config.json"
-    if not file.is_file():
-        return {}
-    with reading(file) as result:
-        return result
 
 
 def some_names(names: Iterable[str]) -> str:

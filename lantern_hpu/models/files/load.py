@@ -23,9 +23,8 @@ from lantern_hpu.models.files.checkpoint import (
     Stored,
     Weights,
     fingerprint,
-    folder_of,
+    open_as_stored,
     open_checkpoint,
-    settings_beside,
     shapes_only,
 )
 from lantern_hpu.models.files.names import (
@@ -35,8 +34,11 @@ from lantern_hpu.models.files.names import (
     TARGET,
     VQ,
     Parts,
+    adapters_in,
     check_sums,
+    folder_of,
     read_config,
+    settings_beside,
     with_text,
 )
 from lantern_hpu.models.files.tokenizers import check_vq, open_vq
@@ -247,6 +249,8 @@ def open_published(parts: Parts) -> OpenedModel:
         config = replace(config, vq=sizes)
     target = published.weights
     notes = tuple(one.note for one in (target.checkpoint, tokenizer) if one and one.note)
+    if adapters_in(folder_of(parts.target)):
+        notes += ("the LoRA adapter next to the weights is not applied: merge it into them",)
     return OpenedModel(
         parts=parts,
         name=parts.name,
@@ -320,5 +324,5 @@ def text_digest(condition: Conditioner) -> dict[str, str]:
     text = getattr(condition, "text", None)
     if not isinstance(text, T5Conditioner):
         return {}
-    stored = open_checkpoint(text.folder)
+    stored = open_as_stored(text.folder)
     return {"text": fingerprint(stored, {name: Source.of(name) for name in stored.shapes})}

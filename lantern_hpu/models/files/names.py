@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,27 @@ TOKENIZER = "tokenizer.json"
 # Containers of weights
 SAFE = ".safetensors"
 PICKLES = (".pt", ".pth", ".bin", ".ckpt")
+# Of transformers' Trainer and accelerate: files next to the weights that are none
+TRAINER = r"(optimizer|scheduler|scaler|sampler|rng_state|training_args)(_\d+)?"
 SCRIPT = ".jit"  # TorchScript, of which tensors alone are read
+# Of what holds no plain weights: models for llama.cpp, and adapters of PEFT and diffusers
+GGUF = ".gguf"
+ADAPTERS = ("adapter_config", "adapter_model", "pytorch_lora_weights")
+# What quantised copies have in their tensors' names; the first that matches counts
+QUANTISED = {
+    "bitsandbytes": r"\.(SCB|absmax|quant_map)$|\.quant_state\.",
+    "GPTQ": r"\.g_idx$",
+    "AWQ": r"\.qweight$",
+    "HQQ": r"\.W_q$",
+    "EXL2": r"\.q_weight$",
+    "quanto": r"\.weight\._(data|scale)$",
+    "compressed-tensors": r"\.weight_(packed|zero_point)$",
+    "FP8 with scales": r"\.(weight_scale|weight_scale_inv|input_scale|scale_weight)$|^scaled_fp8$",
+    "MLX": r"\.scales$",
+}
+LORA = r"\.(lora|hada|lokr|ia3)_|\.base_layer\."
+MERGE = "merge it with PEFT (merge_and_unload, save_pretrained), and load the result"
+
 CODE_PIXELS = 16  # along a code, in every published model
 
 
@@ -96,8 +117,9 @@ def given_path(text: str) -> Path:
 
 
 def is_weights(path: Path) -> bool:
-    """Whether a name is that of weights: what begins with a dot, as macOS' `._` files, is none."""
-    return path.suffix in (SAFE, *PICKLES, SCRIPT) and not path.name.startswith(".")
+    """Whether a name is that of a model's weights: not what a trainer or an adapter leaves, or begins with a dot."""
+    known = path.suffix in (SAFE, *PICKLES, SCRIPT) and not path.name.startswith(".")
+    return known and path.stem not in ADAPTERS and not re.fullmatch(TRAINER, path.stem)
 
 
 def series_of(path: Path) -> list[str]:
@@ -118,6 +140,20 @@ def indexed_files(index: Path) -> dict[str, Path]:
 
 def weights_files(folder: Path) -> list[Path]:
     return sorted(file for file in folder.iterdir() if is_weights(file) and file.is_file())
+
+
+def folder_of(path: Path) -> Path:
+    """A checkpoint's folder, whether it is the folder or a file in it."""
+    return path if path.is_dir() else path.parent
+
+
+def settings_beside(path: Path, name: str = "config.json") -> dict[str, Any]:
+    """What a JSON file in a checkpoint's folder holds; empty where there is none."""
+    file = folder_of(path) / name
+    if not file.is_file():
+        return {}
+    with reading(file) as result:
+        return result
 
 
 def how_to_renew(folder: Path) -> str:
@@ -157,3 +193,45 @@ def with_text(config: ModelConfig, folder: Path | None) -> ModelConfig:
         return config
     with reading(file, "download it again") as result:
         return replace(config, text=T5Config.from_json(result))
+
+
+# ---------------------------------------------------------------------- quantised copies and adapters
+
+
+def check_plain(path: Path, names: Collection[str]) -> None:
+    """Raise a WeightsError where tensors of these names are a quantised copy, or an adapter's."""
+    for method, what in QUANTISED.items():
+        if any(re.search(what, name) for name in names):
+            stated = settings_beside(path).get("quantization_config")
+            known = stated if isinstance(stated, dict) else {}
+            raise quantised(path, known.get("quant_method", method))
+    changed = {re.split(LORA, name)[0] for name in names if re.search(LORA, name)}
+    if any(".base_layer." in name or name.removesuffix(".weight") in changed for name in names):
+        raise WeightsError(f"{path} holds a model and a LoRA adapter", "they are not merged", MERGE)
+    if changed:
+        raise adapter(path)
+
+
+def check_folder(folder: Path) -> None:
+    """Raise a WeightsError where a folder without weights of a model has an adapter, or a model for llama.cpp."""
+    if adapters_in(folder):
+        raise adapter(folder)
+    for file in sorted(folder.glob(f"*{GGUF}")):
+        raise quantised(file, "llama.cpp (GGUF)")
+
+
+def adapters_in(folder: Path) -> list[str]:
+    """Names of the files of an adapter."""
+    return sorted(file.name for file in folder.iterdir() if file.stem in ADAPTERS)
+
+
+def quantised(path: Path, method: str) -> WeightsError:
+    why = "its tensors are packed or scaled numbers, not the weights"
+    hint = "the model's own copy in bfloat16, float16 or float32"
+    return WeightsError(f"{path} is quantised by {method}", why, hint)
+
+
+def adapter(path: Path) -> WeightsError:
+    base = settings_beside(path, "adapter_config.json").get("base_model_name_or_path")
+    what = f"{path} is a LoRA adapter of {base or 'a model'}"
+    return WeightsError(what, "it holds changes to a model, not the model", MERGE)

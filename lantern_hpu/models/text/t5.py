@@ -20,7 +20,7 @@ from torch import Tensor
 from lantern_hpu.errors import WeightsError, needing
 from lantern_hpu.files import check_content, reading
 from lantern_hpu.models.config import T5Config
-from lantern_hpu.models.files.checkpoint import SINGLES, open_checkpoint
+from lantern_hpu.models.files.checkpoint import SINGLES, open_as_stored
 from lantern_hpu.models.files.names import indexed_files, weights_files
 from lantern_hpu.models.text.prefix import TextConditioner, TextFeatures
 from lantern_hpu.ops.buffers import ToDevice, to_device
@@ -265,7 +265,7 @@ class T5Conditioner(TextConditioner):
                     **{option: self.dtype},
                 )
             if info["missing_keys"]:  # transformers fills them with noise
-                stored = open_checkpoint(self.folder).within("model.")
+                stored = open_as_stored(self.folder).within("model.")
                 tied = "encoder.embed_tokens.weight"
                 if missing := sorted({*info["missing_keys"]} - {tied, *stored.shapes})[:5]:
                     why = f"it lacks {', '.join(missing)}"

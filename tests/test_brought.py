@@ -1,0 +1,243 @@
+"""What people bring from other programs: quantised copies, adapters, folders of trainers, and saved codes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lantern_hpu import LanternPipeline
+from lantern_hpu.commands import generate, plan
+from lantern_hpu.errors import WeightsError
+from lantern_hpu.models.files.load import open_model
+from lantern_hpu.models.files.names import PartOverrides
+from lantern_hpu.zoo.find import find_parts
+
+State = dict[str, Tensor]
+Change = Callable[[State, str], None]
+JANUS = "janus-pro"
+ENDING = len("weight")
+
+
+@pytest.fixture(scope="module")
+def weights(public: Path) -> State:
+    held: State = torch.load(public / JANUS / "pytorch_model.bin", weights_only=True)
+    return held
+
+
+@pytest.fixture
+def bare(public: Path, tmp_path: Path) -> Path:
+    """A model's folder without its weights."""
+    unlike = shutil.ignore_patterns("pytorch_model.bin")
+    return Path(shutil.copytree(public / JANUS, tmp_path / "model", ignore=unlike))
+
+
+def projections(state: State) -> list[str]:
+    inside = [name for name in state if name.startswith("language_model.model.layers")]
+    return [name for name in inside if name.endswith("proj.weight")]
+
+
+def store(state: State, file: Path) -> None:
+    save_file({name: tensor.contiguous().clone() for name, tensor in state.items()}, file)
+
+
+def configured(folder: Path, **more: object) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | more))
+
+
+# ------------------------------------------------------------------------------------ quantised copies
+
+
+def packed(state: State, name: str, ending: str, *others: str) -> None:
+    """Whole numbers of a few weights each in place of a tensor, and what it takes to unpack them."""
+    rows = len(state.pop(name))
+    state[name[:-ENDING] + ending] = torch.zeros(rows, 4, dtype=torch.int32)
+    for other in others:
+        state[name[:-ENDING] + other] = torch.ones(rows, 1)
+
+
+def scaled(state: State, name: str, dtype: torch.dtype, *others: str) -> None:
+    rows = len(state[name])
+    state[name] = torch.zeros(state[name].shape, dtype=dtype)
+    for other in others:
+        state[name[:-ENDING] + other] = torch.ones(rows)
+
+
+def bitsandbytes4(state: State, name: str) -> None:
+    state[name] = torch.zeros((state[name].numel() + 1) // 2, 1, dtype=torch.uint8)
+    for part in ("absmax", "quant_map", "quant_state.bitsandbytes__nf4"):
+        state[f"{name}.{part}"] = torch.zeros(16)
+
+
+FP8 = torch.float8_e4m3fn
+COPIES: dict[str, tuple[Change, object, str]] = {
+    "bitsandbytes 4 bit": (bitsandbytes4, {"quant_method": "bitsandbytes"}, "bitsandbytes"),
+    "bitsandbytes 8 bit": (lambda s, n: scaled(s, n, torch.int8, "SCB"), None, "bitsandbytes"),
+    "GPTQ": (lambda s, n: packed(s, n, "qweight", "qzeros", "scales", "g_idx"), None, "GPTQ"),
+    "AWQ": (lambda s, n: packed(s, n, "qweight", "qzeros", "scales"), None, "AWQ"),
+    "AWQ, said so": (
+        lambda s, n: packed(s, n, "qweight", "scales"),
+        {"quant_method": "awq-marlin"},
+        "awq-marlin",
+    ),
+    "HQQ": (lambda s, n: packed(s, n, "W_q", "scale", "zero"), None, "HQQ"),
+    "EXL2": (lambda s, n: packed(s, n, "q_weight", "q_scale"), None, "EXL2"),
+    "quanto": (lambda s, n: packed(s, n, "weight._data", "weight._scale"), None, "quanto"),
+    "compressed-tensors": (
+        lambda s, n: packed(s, n, "weight_packed", "weight_scale", "weight_shape"),
+        {"quant_method": "compressed-tensors"},
+        "compressed-tensors",
+    ),
+    "FP8": (lambda s, n: scaled(s, n, FP8, "weight_scale"), None, "FP8"),
+    "FP8 in blocks": (lambda s, n: scaled(s, n, FP8, "weight_scale_inv"), None, "FP8"),
+    "MLX": (
+        lambda s, n: packed(s, n, "weight", "scales", "biases"),
+        {"group_size": 64, "bits": 4},
+        "MLX",
+    ),
+    "a config.json of another kind": (lambda s, n: packed(s, n, "W_q"), ["hqq"], "HQQ"),
+}
+
+
+@pytest.mark.parametrize("kind", COPIES)
+def test_a_quantised_copy_is_refused_by_what_quantised_it(
+    kind: str, bare: Path, weights: State
+) -> None:
+    change, stated, by = COPIES[kind]
+    state = dict(weights)
+    for name in projections(state):
+        change(state, name)
+    store(state, bare / "model.safetensors")
+    if stated is not None:
+        configured(bare, quantization_config=stated)
+    with pytest.raises(WeightsError, match=f"is quantised by {by}") as refused:
+        open_model(find_parts(str(bare)))
+    assert "bfloat16" in str(refused.value)
+
+
+def test_a_quantised_copy_is_refused_in_pieces_and_as_one_file(bare: Path, weights: State) -> None:
+    state = dict(weights)
+    for name in projections(state):
+        bitsandbytes4(state, name)
+    half = len(state) // 2
+    for i, names in enumerate((list(state)[:half], list(state)[half:])):
+        store(
+            {name: state[name] for name in names}, bare / f"model-0000{i + 1}-of-00002.safetensors"
+        )
+    torch.save(state, bare / "janus.pt")
+    for given in (bare / "model-00001-of-00002.safetensors", bare / "janus.pt"):
+        with pytest.raises(WeightsError, match="is quantised by bitsandbytes"):
+            open_model(find_parts(str(given)))
+
+
+def test_weights_of_a_quantised_copy_that_are_whole_again_are_read(
+    bare: Path, weights: State
+) -> None:
+    """Tensors decide: programs that undo it leave the words in config.json."""
+    store(weights, bare / "model.safetensors")
+    configured(bare, quantization_config={"quant_method": "bitsandbytes"})
+    assert open_model(find_parts(str(bare))).config.target.dim == 32
+
+
+def test_models_for_llama_cpp_are_named(bare: Path, public: Path) -> None:
+    file = bare / "janus-pro-1b-Q4_K_M.gguf"
+    file.write_bytes(b"GGUF" + bytes(200))
+    for model, given in (
+        (bare, {}),
+        (file, {}),
+        (public / JANUS, {"drafter": str(file)}),
+        (public / JANUS, {"drafter": str(bare)}),
+    ):
+        with pytest.raises(WeightsError, match=r"gguf is quantised by llama.cpp"):
+            open_model(find_parts(str(model), PartOverrides(**given)))
+
+
+def test_every_surface_says_that_a_copy_is_quantised(
+    bare: Path, weights: State, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = dict(weights)
+    for name in projections(state):
+        bitsandbytes4(state, name)
+    store(state, bare / "model.safetensors")
+    assert generate.main(["--model", str(bare), "--prompt", "x", "--output", str(bare / "x")]) == 2
+    assert plan.main([str(bare), "--memory", "24GB"]) == 2
+    assert capsys.readouterr().err.count("is quantised by bitsandbytes") == 2
+    with pytest.raises(WeightsError, match="is quantised by bitsandbytes"):
+        LanternPipeline.from_pretrained(str(bare), device="cpu")
+
+
+# ------------------------------------------------------------------------------------ adapters
+
+
+def lora(state: State, inside: str = "") -> State:
+    made = {}
+    for name in projections(state):
+        for part, shape in (("A", (4, state[name].shape[1])), ("B", (len(state[name]), 4))):
+            made[f"base_model.model.{name[: -ENDING - 1]}.lora_{part}{inside}.weight"] = (
+                torch.zeros(shape)
+            )
+    return made
+
+
+def adapter(folder: Path, state: State, name: str = "adapter_model.safetensors") -> None:
+    about = {"peft_type": "LORA", "base_model_name_or_path": "deepseek-ai/Janus-Pro-1B", "r": 4}
+    store(state, folder / name)
+    (folder / "adapter_config.json").write_text(json.dumps(about))
+
+
+def test_an_adapter_is_no_model_and_its_base_is_named(tmp_path: Path, weights: State) -> None:
+    adapter(tmp_path, lora(weights))
+    for given in (tmp_path, tmp_path / "adapter_model.safetensors"):
+        with pytest.raises(WeightsError, match=r"LoRA adapter of deepseek-ai/Janus") as refused:
+            open_model(find_parts(str(given)))
+        assert "merge it" in str(refused.value)
+
+
+@pytest.mark.parametrize("of_now", [True, False])
+def test_a_model_with_an_adapter_that_is_not_merged_is_refused(
+    of_now: bool, bare: Path, weights: State
+) -> None:
+    """Newer versions of PEFT call the weights that it changes `base_layer`."""
+    state = lora(weights, ".default")
+    for name, tensor in weights.items():
+        inner = of_now and name in projections(weights)
+        put = name[:-ENDING] + "base_layer.weight" if inner else name
+        state[f"base_model.model.{put}"] = tensor
+    store(state, bare / "model.safetensors")
+    with pytest.raises(WeightsError, match="not merged"):
+        open_model(find_parts(str(bare)))
+
+
+def test_an_adapter_next_to_weights_is_left_out_with_a_note(
+    bare: Path, public: Path, weights: State
+) -> None:
+    adapter(bare, lora(weights))
+    shutil.copy(public / JANUS / "pytorch_model.bin", bare)
+    assert any("LoRA adapter" in note for note in open_model(find_parts(str(bare))).notes)
+
+
+# ------------------------------------------------------------------------------------ folders of trainers
+
+TRAINERS = {
+    "Trainer": ("optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state.pth", "training_args.bin"),
+    "Trainer on several devices": ("optimizer.pt", "rng_state_0.pth", "rng_state_1.pth"),
+    "accelerate": ("optimizer.bin", "scheduler.bin", "sampler.bin"),
+    "accelerate with two optimizers": ("optimizer.bin", "optimizer_1.bin", "random_states_0.pkl"),
+}
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_the_weights_of_a_trainers_folder_are_read(trainer: str, public: Path, bare: Path) -> None:
+    for name in TRAINERS[trainer]:
+        torch.save({"state": {}, "last_epoch": 3}, bare / name)
+    with pytest.raises(WeightsError, match="is not a model"):
+        find_parts(str(bare))
+    shutil.copy(public / JANUS / "pytorch_model.bin", bare)
+    assert open_model(find_parts(str(bare))).config.target.dim == 32
