@@ -32,6 +32,7 @@ COMMANDS = {
     "serve": "serve a model over HTTP",
     "train": "train a drafter for a target",
     "tune": "find the window or draft tree that is fastest here",
+    "race": "draw one prompt with several methods: a table and a GIF",
     "bench": "compare methods and graph modes",
     "compare": "put benchmarks side by side: a table and a chart",
     "fidelity": "measure how far methods move what is drawn",
@@ -44,6 +45,7 @@ COMMANDS = {
 OUTSIDE = {
     "compare": "lantern_lab.commands.compare",
     "fidelity": "lantern_lab.commands.fidelity",
+    "race": "lantern_lab.commands.race",
     "stretch": "lantern_lab.commands.stretch",
     "evaluate": "lantern_lab.commands.evaluate",
     "verify": "lantern_lab.commands.verify",

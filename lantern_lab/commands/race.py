@@ -1,0 +1,105 @@
+"""Draw one prompt with several settings, one after the other, and show them side by side at their speeds.
+
+    lantern-hpu race --output race
+
+By default at LlamaGen-XL's sizes: the embedded model is widened to them once, and kept in the cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from lantern_hpu import __version__
+from lantern_hpu.backends import DeviceOptions, prepare
+from lantern_hpu.bench.report import heading
+from lantern_hpu.commands import options
+from lantern_hpu.core import check_prompt
+from lantern_hpu.errors import OutputError, exit_code
+from lantern_hpu.fields import IMAGE_PARAMS, option
+from lantern_hpu.files import own_cache, sha256
+from lantern_hpu.methods.setting import Setting
+from lantern_hpu.results.tables import aligned
+from lantern_lab.commands.stretch import LLAMAGEN, StretchRequest, stretch
+
+SETTINGS = "ar,auto,lantern++:tv=0.1"  # the reference, the fastest lossless one, one of bounded cost
+
+
+@dataclass(frozen=True)
+class RaceRequest:
+    """What is drawn with which model, and where it goes."""
+
+    prompt: str = option("a lighthouse by the sea", "text to draw")
+    seed: int = option(0, "of the image", low=0)
+    model: str = option(
+        "llamagen-xl",
+        f"a model, or sizes that the embedded one is widened to: {', '.join(LLAMAGEN)}",
+    )
+    output: Path = option(Path("race"), "folder for race.gif, race.png and race.json; must not exist")
+
+    def __post_init__(self) -> None:
+        check_prompt(self.prompt)
+        IMAGE_PARAMS["seed"].check(self.seed)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    about = "Draw one prompt with several settings, one after the other: a table, a GIF and a PNG of them side by side."
+    parser = options.Parser("lantern-hpu race", description=about)
+    options.add_fields(parser, RaceRequest)
+    options.add_method_options(parser, SETTINGS)
+    options.add_device_options(parser)
+    options.add_fields(parser, DeviceOptions, "threads")
+    return parser
+
+
+def model_of(name: str) -> str:
+    """The model that is meant: sizes are those of a folder in the cache, which is written the first time."""
+    if name not in LLAMAGEN:
+        return name
+    from lantern_hpu.files import ASSETS
+
+    mark = sha256(ASSETS / "builtin" / "model.json")[:12]
+    folder = own_cache("stretched") / f"{name}-{__version__}-{mark}"
+    if not folder.exists():
+        print(f"widening the embedded model to the sizes of {name}, once", file=sys.stderr)
+        print(stretch(StretchRequest(name, folder)), file=sys.stderr)
+    return str(folder)
+
+
+def race(asked: RaceRequest, settings: Sequence[Setting], device: DeviceOptions, argv: Sequence[str]) -> str:
+    """Draw and write. -> the table"""
+    if asked.output.exists():
+        why = "existing files are not overwritten"
+        raise OutputError(f"{asked.output} exists", why, "another --output, or remove it")
+    prepare(device.device, device.graphs)  # before torch is imported
+    from lantern_hpu.models.files.write import staged
+    from lantern_hpu.pipeline import LanternPipeline
+    from lantern_lab import race
+
+    loaded = LanternPipeline.from_pretrained(model_of(asked.model), **vars(device))
+    with closing(loaded) as pipeline, staged(asked.output) as folder:
+        resolved = list(dict.fromkeys(pipeline.resolve(setting) for setting in settings))
+        runs = [race.draw_run(pipeline, setting, asked.prompt, asked.seed) for setting in resolved]
+        ar = next((run for run in runs if run.setting.method == "ar"), None)
+        rows = [run.as_json(ar) for run in runs]
+        about = {"prompt": asked.prompt, "seed": asked.seed, "rows": rows}
+        race.write_race(folder, runs, heading("lantern_hpu.race", pipeline, argv) | about)
+    found = race.table(rows)
+    return aligned([found.head, *found.lines]).replace("`", "")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    given = list(sys.argv[1:] if argv is None else argv)
+    args = make_parser().parse_args(given)
+
+    def command() -> None:
+        asked = options.from_args(RaceRequest, args)
+        settings = options.settings_of(args, SETTINGS)
+        print(race(asked, settings, options.from_args(DeviceOptions, args), given))
+        print(f"wrote race.gif, race.png and race.json into {asked.output}")
+
+    return exit_code(command)
