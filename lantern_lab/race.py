@@ -156,7 +156,7 @@ def frame(runs: Sequence[Run], rows: Sequence[Mapping[str, Any]], seconds: float
         page.paste(partly(run, run.known(seconds)), (left, HEAD))
         clock = f"{min(seconds, run.seconds):.1f} s"
         kind = "lossless" if row["lossless"] else f"relaxed, TV {cost(row['tv_per_token'])} a token"
-        pen.text((left, 4), fitting(row["setting"], SIDE - 60, font), "black", font)
+        pen.text((left, 4), row["setting"], "black", fitting(row["setting"], SIDE - 60))
         pen.text((left + SIDE, 4), clock, "black", font, anchor="ra")
         pen.text((left, 25), f"{run.tokens_per_step:.2f} tokens a step", "dimgrey", small)
         pen.text((left, 42), kind, "dimgrey", small)
@@ -166,11 +166,10 @@ def frame(runs: Sequence[Run], rows: Sequence[Mapping[str, Any]], seconds: float
     return page
 
 
-def fitting(text: str, width: int, font: Any) -> str:
-    """A text that is no wider than so many pixels."""
-    while font.getlength(text) > width:
-        text = text.rstrip(".")[:-1] + ".."
-    return text
+def fitting(text: str, width: int) -> Any:
+    """The largest font in which a text is no wider than so many pixels."""
+    fonts = [ImageFont.load_default(size) for size in range(17, 6, -1)]
+    return next((font for font in fonts if font.getlength(text) <= width), fonts[-1])
 
 
 def partly(run: Run, known: int) -> Image.Image:

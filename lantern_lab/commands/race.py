@@ -21,7 +21,7 @@ from lantern_hpu.commands import options
 from lantern_hpu.core import check_prompt
 from lantern_hpu.errors import OutputError, exit_code
 from lantern_hpu.fields import IMAGE_PARAMS, option
-from lantern_hpu.files import own_cache, sha256
+from lantern_hpu.files import ASSETS, own_cache, sha256
 from lantern_hpu.methods.setting import Setting
 from lantern_hpu.results.tables import aligned
 from lantern_lab.commands.stretch import LLAMAGEN, StretchRequest, stretch
@@ -33,8 +33,8 @@ SETTINGS = "ar,auto,lantern++:tv=0.1"  # the reference, the fastest lossless one
 class RaceRequest:
     """What is drawn with which model, and where it goes."""
 
-    prompt: str = option("a lighthouse by the sea", "text to draw")
-    seed: int = option(0, "of the image", low=0)
+    prompt: str = option("a red balloon over green hills", "text to draw")
+    seed: int = option(2, "of the image", low=0)
     model: str = option(
         "llamagen-xl",
         f"a model, or sizes that the embedded one is widened to: {', '.join(LLAMAGEN)}",
@@ -60,13 +60,11 @@ def model_of(name: str) -> str:
     """The model that is meant: sizes are those of a folder in the cache, which is written the first time."""
     if name not in LLAMAGEN:
         return name
-    from lantern_hpu.files import ASSETS
-
     mark = sha256(ASSETS / "builtin" / "model.json")[:12]
     folder = own_cache("stretched") / f"{name}-{__version__}-{mark}"
     if not folder.exists():
-        print(f"widening the embedded model to the sizes of {name}, once", file=sys.stderr)
-        print(stretch(StretchRequest(name, folder)), file=sys.stderr)
+        print(f"the embedded model at the sizes of {name}, once: {folder}", file=sys.stderr)
+        stretch(StretchRequest(name, folder))
     return str(folder)
 
 
