@@ -1,0 +1,67 @@
+"""What a step launches on CUDA is held: each kernel takes a card about as long as a layer's norm."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch import Tensor
+
+from lantern_hpu.models.files.names import PartOverrides
+from lantern_hpu.plan.requirements import find_model
+from scripts.measure.launches import Launches, count_step, engine_of, model_config
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")
+
+# Of the embedded model, of 8 layers, and of its widening to 36; one image
+MOST = {
+    "ar": (157, 493),
+    "scd@16": (202, 538),
+    "eagle@chain": (423, 760),
+    "eagle@mc_sim_7b_63": (468, 862),
+}
+
+
+@pytest.mark.parametrize("method", MOST)
+def test_step_launches_no_more_than_this(method: str) -> None:
+    small = find_model("builtin", PartOverrides()).config
+    most = dict(zip((small, model_config(None)), MOST[method], strict=True))
+    for config, limit in most.items():
+        found = count_step(engine_of(config, method))
+        assert found.total() <= limit, found
+
+
+def test_what_an_operator_launches() -> None:
+    x = torch.ones(4, 6, device="meta")
+    whole = torch.zeros(3, dtype=torch.int32, device="meta")
+
+    def count(function: object) -> int:
+        launches = Launches()
+        with launches.counting():
+            assert callable(function)
+            function()
+        return launches.count.total()
+
+    views = {0: lambda: x.view(24)[3:].unflatten(0, (3, 7)).expand(2, -1, -1)}
+    kernels = {1: lambda: x + x, 2: lambda: x[whole], 3: lambda: (x.T.flatten() + 1).mul_(2)}
+    for number, function in (views | kernels).items():
+        assert count(function) == number
+    assert count(lambda: x[:0] + 1) == 0  # nothing to compute
+
+
+def test_own_kernel_counts_as_what_it_launches() -> None:
+    """Attention shared out among programs has a second one, and moved keys are gathered before."""
+    from lantern_hpu.backends.cuda.kernels.attention import triton_attention
+
+    def attend(slots: int) -> dict[str, int]:
+        def part(tokens: int) -> Tensor:
+            return torch.zeros(2, 4, tokens, 64, dtype=torch.bfloat16, device="meta")
+
+        mask, launches = part(1)[:, :1, :, :1].expand(-1, -1, -1, slots), Launches()
+        with torch.no_grad(), launches.counting():
+            triton_attention(part(1), part(slots), part(slots), mask.contiguous())
+        return {name: n for name, n in launches.count.items() if name.endswith("_kernel")}
+
+    assert attend(64) == {"attention_kernel": 1}
+    assert attend(4096) == {"attention_kernel": 1, "combine_kernel": 1}
