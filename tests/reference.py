@@ -41,6 +41,7 @@ class Outcome:
     residual: Probs | None
     relaxed: list[bool] = field(default_factory=list)
     spent: list[float] = field(default_factory=list)  # on the drafts tried at each depth
+    chance: float = 1.0  # that the walk stops here if it does not stop earlier: `traverse` alone
 
 
 def lenders(p: Probs, token: int, rule: Relaxed) -> list[int]:
@@ -161,6 +162,53 @@ def walk(
             left = residual_probs(left, drawn, token, rule, depth) or list(p[node])
         drawn = without(drawn, token) if drawn is not None else None
     return Outcome(node, left, [], [spent])
+
+
+def traverse(
+    tree: DraftTree,
+    p: dict[int, Probs],
+    q: dict[int, Probs],
+    tokens: Sequence[int],
+    uniform: Sequence[float],
+    rule: Relaxed,
+    node: int = 0,
+    weight: float = 1.0,
+) -> Outcome | None:
+    """Drafts verified together: where the walk stops at or behind `node`, or None if nothing here is kept.
+
+    Block verification (arXiv 2403.10444), of trees traversal verification (arXiv 2505.12398): deepest drafts first,
+    first children first; a node is kept only if nothing behind it was.
+
+    Args:
+        uniform: [M - 1], that of node n at n - 1. rule: exact, or a blend.
+        weight: the chance that the node is kept, as far as the path to it decides.
+    """
+    left, drawn, spent = None, None, []
+    if tree.children[node]:
+        share, cost = blend(p[node], q[node], rule)
+        left = [a + share * (b - a) for a, b in zip(p[node], q[node], strict=True)]
+        drawn, spent, rule = list(q[node]), [cost], replace(rule, budget=rule.budget - cost)
+    for rank, child in enumerate(tree.children[node]):
+        assert left is not None and drawn is not None
+        token = tokens[child]
+        chance = drawn[token]
+        if chance > 0:
+            kept = min(1.0, weight * left[token] / chance)
+            after = traverse(tree, p, q, tokens, uniform, rule, child, kept)
+            if after is not None:
+                bar = uniform[child - 1] / (after.chance if after.node == child else 1.0)
+                raised = rank == 0 and spent[0] > 0
+                helped = raised and bar >= p[node][token] / min(left[token], chance)
+                relaxed = [helped, *after.relaxed]
+                return replace(after, relaxed=relaxed, spent=[*spent, *after.spent])
+            rest = [max(weight * a - b, 0.0) for a, b in zip(left, drawn, strict=True)]
+            left = normalised(rest) or list(p[node])
+            refused = sum(rest) + 1.0 - weight
+            weight = sum(rest) / refused if refused > 0 else 1.0
+        drawn = without(drawn, token)
+    if node == 0 or uniform[node - 1] < weight:
+        return Outcome(node, left, [], spent, weight)
+    return None
 
 
 def wins(probs: Probs, token: int, rule: Relaxed, depth: int = 0) -> bool:

@@ -35,7 +35,7 @@ from lantern_hpu.graphs.strict import check_rules
 from lantern_hpu.methods.relaxation import Multiplicative
 from lantern_hpu.models.transformer import Target, rope_table
 from lantern_hpu.ops.buffers import additive_mask
-from lantern_hpu.ops.kernels import PLAIN, CacheWrite, Kernels, Walk, rotate_into
+from lantern_hpu.ops.kernels import PLAIN, CacheWrite, Kernels, Traverse, Walk, rotate_into
 from lantern_hpu.ops.kv_cache import KVCache
 from lantern_hpu.ops.sampling import SamplingParams, guided_probs, sample, sample_distinct
 from lantern_hpu.tree import DraftTree
@@ -308,6 +308,19 @@ class Walked:
         found = Bounds(each(k, torch.int32), each(delta), each(factor), weights)
         return replace(found, tv=each(0.2), budget=budget)
 
+    def together(self, name: str, kernel: Traverse | None = None) -> tuple[Verdict, Verdict]:
+        """Of drafts that are verified together."""
+        drafts = Drafts(self.tokens, self.q, StaticTables(self.tree).to(self.device)(B))
+        spec = Spec(B, False, self.tree, blended=name == "blended", metered=True, together=True)
+        wide = self.random.uniform(B, self.tree.size + 2)
+        verdicts = [
+            Acceptance(spec, traverse=traverse)
+            .to(self.device)
+            .walk_sampled(self.p, drafts, wide[:, : self.tree.size - 1], self.bounds(RULES[name]))
+            for traverse in (kernel or kernels().traverse, None)
+        ]
+        return verdicts[0], verdicts[1]
+
     def both(self, name: str, kernel: Walk | None = None) -> tuple[Verdict, Verdict]:
         rule = RULES[name]
         table = ring(V).int()[:, :6] if rule[0] else None
@@ -331,6 +344,15 @@ def same_verdict(got: Verdict, want: Verdict) -> None:
     near(got.spent, want.spent)
 
 
+def same_traversal(tree: DraftTree, got: Verdict, want: Verdict, exactly: bool = False) -> None:
+    """But for what is left at a leaf, where nothing reads it."""
+    node = want.node.long()
+    inner = torch.tensor([len(children) > 0 for children in tree.children], device=node.device)[node]
+    got, want = (replace(x, residual=x.residual.where(inner[:, None], 0.0)) for x in (got, want))
+    same_verdict(got, want)
+    assert not exactly or all(torch.equal(getattr(got, n), x) for n, x in vars(want).items())
+
+
 @pytest.mark.parametrize("name", RULES)
 @on_devices
 def test_walk(device: str, name: str) -> None:
@@ -343,6 +365,21 @@ def test_walk(device: str, name: str) -> None:
         }
     assert {accepted for accepted, _ in reached} == {False, True}
     assert any(helped for _, helped in reached) == (name != "exact")
+
+
+@pytest.mark.parametrize("name", ["exact", "blended"])
+@on_devices
+def test_drafts_verified_together(device: str, name: str) -> None:
+    reached = set()
+    for seed in range(8):
+        walked = Walked(device, seed)
+        got, want = walked.together(name)
+        same_traversal(walked.tree, got, want)
+        reached |= {
+            (int(node) > 0, bool(r.any())) for node, r in zip(got.node, got.relaxed, strict=True)
+        }
+    assert {accepted for accepted, _ in reached} == {False, True}
+    assert any(helped for _, helped in reached) == (name == "blended")
 
 
 @on_devices

@@ -22,6 +22,7 @@ from lantern_hpu.backends.cpu.native import NativeDecoder, NativeLinear, open_li
 from lantern_hpu.backends.cpu.native.sampling import (
     native_distinct,
     native_sample,
+    native_traverse,
     native_walk,
 )
 from lantern_hpu.core import Request
@@ -33,7 +34,7 @@ from lantern_hpu.ops.kernels import PLAIN
 from lantern_hpu.ops.kv_cache import KVCache, LayerCache
 from lantern_hpu.ops.sampling import sample_distinct_in_order, sample_in_order
 from lantern_hpu.tree import DraftTree, load_tree
-from tests.test_kernels import RULES, Walked
+from tests.test_kernels import RULES, Walked, same_traversal
 from tests.tiny import draw, request, spec_for, tiny_config, tiny_models
 
 LIBRARY, WHY = open_library()
@@ -300,7 +301,21 @@ def test_a_walk_is_torchs_to_the_last_bit(rule: str, monkeypatch: pytest.MonkeyP
                 assert torch.equal(getattr(got, name), value), name
 
 
-@pytest.mark.parametrize("method", ["ar", "scd@4", "sjd-pac@2:2x1", "lantern++@broad_7"])
+@pytest.mark.parametrize("rule", ["exact", "blended"])
+def test_drafts_verified_together_are_torchs_to_the_last_bit(
+    rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for vocabulary in (13, 1700):
+        monkeypatch.setattr("tests.test_kernels.V", vocabulary)
+        for seed in range(200 if vocabulary == 13 else 12):
+            walked = Walked("cpu", seed, sharpness=(2, 0.5, 6)[seed % 3])
+            got, want = walked.together(rule, native_traverse)
+            same_traversal(walked.tree, got, want, exactly=True)
+
+
+@pytest.mark.parametrize(
+    "method", ["ar", "eagle@deep_7", "scd@4", "sjd-pac@2:2x1", "lantern++@broad_7"]
+)
 def test_native_kernels_draw_the_tokens_of_the_plain_ones(model: Path, method: str) -> None:
     drawn = []
     for kernels in ("auto", "plain"):

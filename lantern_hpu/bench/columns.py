@@ -118,10 +118,12 @@ class SpeedRow:
 def relaxed_name(method: str, relaxation: Mapping[str, Any]) -> str:
     """A method, and its relaxation if that is not the method's own: `scd:lambda-5`, in the written form of settings."""
     rule = read_relaxation(dict(relaxation))
+    verify = ":verify=token" if rule.verify == "token" else ""
+    rule = replace(rule, verify="auto")
     rule = next((preset for preset in PRESETS.values() if preset == rule), rule)  # has its name
     known = METHODS[method]
     own = not rule.active or rule == known.relaxation or not known.takes_relaxation(rule)
-    return method if own else f"{method}:{rule}"
+    return (method if own else f"{method}:{rule}") + verify
 
 
 def with_speeds(rows: Sequence[SpeedRow]) -> list[SpeedRow]:

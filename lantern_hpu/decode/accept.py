@@ -18,6 +18,9 @@ p, which is h sum [p - q]+, within a bound. So the first child of a node, drawn 
 min(1, p / q); after a rejection all is as in the exact rule. An image may have a budget: once its tokens have spent it
 together, h is 0.
 
+Exact or blended drafts of a static tree may be verified together (`Traversal`): more of them are accepted, and the
+distribution is the same.
+
 Relaxed by clusters (GSD, arXiv 2508.07747): x is accepted with the chance of its cluster, min(1, p(G) / q(G)).
 
 `tests/reference.py` is the same in plain Python.
@@ -25,6 +28,7 @@ Relaxed by clusters (GSD, arXiv 2508.07747): x is accepted with the chance of it
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -37,9 +41,9 @@ from lantern_hpu.decode.state import Bounds
 from lantern_hpu.errors import Arg, OptionError
 from lantern_hpu.methods.relaxation import Residual
 from lantern_hpu.ops.buffers import arange32, constant
-from lantern_hpu.ops.kernels import Walk
+from lantern_hpu.ops.kernels import Traverse, Walk
 from lantern_hpu.ops.sampling import gather, gather_rows, topk_tokens
-from lantern_hpu.tree import Window
+from lantern_hpu.tree import DraftTree, Window
 
 TINY = torch.finfo(torch.float32).tiny
 MOST_CODES = 46_340  # whose square fits int32
@@ -225,6 +229,130 @@ class Blend(NamedTuple):
         return Blend(*(gather(x, 1, place[:, None]) for x in self))
 
 
+class TraversalLevel(nn.Module):
+    """The n nodes of a depth, w of them with up to c children, as `Traversal` comes to them."""
+
+    def __init__(self, tree: DraftTree, depth: int) -> None:
+        super().__init__()
+        nodes, inner, most = tree.levels[depth], tree.frontiers[depth], tree.widest[depth]
+        table = [[*tree.children[n], *[0] * (most - len(tree.children[n]))] for n in inner]
+        self.child = constant(table)  # [w, c], 0 where there is none
+        self.row = constant([tree.expanded.index(n) for n in inner])  # [w] of p and q
+        self.inner = constant([nodes.index(n) for n in inner])  # [w] which of the n they are
+        below = [i for i, child in enumerate(sum(table, [])) if child]
+        self.below = constant(below)  # [nodes of the next depth] which of the w * c
+        found = {n: len(nodes) + i for i, n in enumerate(inner)}
+        self.found = constant([found.get(n, i) for i, n in enumerate(nodes)])  # [n] of the n + w
+
+
+class Traversal(nn.Module):
+    """Drafts of a static tree verified together: exactly, or by blending.
+
+    Block verification (Sun et al., arXiv 2403.10444), of trees traversal verification (arXiv 2505.12398). The root has
+    the weight 1, and child x of a node of weight c the weight min(1, c p(x) / q(x)). Leaves are kept with the chance of
+    their weight. The deepest are asked first, and first children before their siblings; where nothing behind a child
+    is kept, with r = [c p - q]+ and its sum s, its parent goes on with p = r / s, c = s / (s + 1 - c), and q without x.
+    A node is kept with the chance c that is left once nothing behind it was, and the next token drawn from the p that
+    is left there. What a node's chance is depends on no draw: so all are computed, a depth at a time.
+    """
+
+    levels: Sequence[TraversalLevel]  # an nn.ModuleList
+
+    def __init__(self, tree: DraftTree, walk: Traverse | None = None) -> None:
+        """`walk` is the device's own form."""
+        super().__init__()
+        self.walk = walk
+        self.levels = nn.ModuleList(TraversalLevel(tree, depth) for depth in range(tree.depth))  # type: ignore[assignment]
+        self.order = constant(tree.postorder)  # [M]
+        self.priority = constant([tree.size - tree.postorder.index(n) for n in range(tree.size)])
+        self.depth = constant(arange32(tree.depth))  # [D]
+
+    def forward(
+        self,
+        p: Tensor,  # [B, I, V]
+        q: Tensor,  # [B, I, V]
+        drafts: Drafts,
+        uniform: Tensor,  # [B, M - 1], one a draft
+        tv: Tensor | None,  # [B]; None: no image blends
+        budget: Tensor | None,  # [B]
+    ) -> Verdict:
+        tables, tokens = drafts.tables, drafts.tokens
+        if self.walk is not None:
+            tree = (tokens, tables.child, tables.row, self.order, len(self.levels))
+            return Verdict(*self.walk(p, q, *tree, uniform, tv, budget))
+        weight, left = torch.ones_like(p[:, :1, 0]), budget if budget is None else budget[:, None]
+        chances, rests, costs, shares = [], [], [], []
+        for level in self.levels:
+            here, drawn = p.index_select(1, level.row), q.index_select(1, level.row)  # [B, w, V]
+            first = here
+            if tv is not None and left is not None:
+                left = left.index_select(1, level.inner)  # [B, w]
+                distance = (here - drawn).clamp(min=0).sum(-1)
+                spent = torch.minimum(torch.minimum(distance, tv[:, None]), left.clamp(min=0))
+                shares.append(spent / distance.clamp(min=TINY))
+                costs.append(spent)
+                here = here + shares[-1][..., None] * (drawn - here)
+                left = (left - spent)[..., None].expand(-1, -1, level.child.shape[1])
+                left = left.flatten(1).index_select(1, level.below)
+            inner = weight.index_select(1, level.inner)
+            children, rest, chance = self.siblings(level, here, drawn, inner, first, tokens)
+            chances.append(torch.cat([weight, chance], 1).index_select(1, level.found))
+            rests.append(rest)
+            weight = children.flatten(1).index_select(1, level.below)
+        chance = torch.cat([*chances, weight], 1)  # [B, M]
+        kept = torch.cat([torch.ones_like(chance[:, :1]).bool(), uniform < chance[:, 1:]], 1)
+        node = (kept * self.priority).argmax(-1).int()  # [B], of all that are kept the first asked
+        residual = rows_at(torch.cat(rests, 1), gather(tables.row, 1, node[:, None])[:, 0])
+        depth = gather(tables.depth, 1, node[:, None])  # [B, 1]
+        path = rows_at(tables.path, node)  # [B, D + 1]
+        zero = torch.zeros_like(uniform[:, :1]).expand_as(path[:, 1:])
+        if not costs:
+            return Verdict(node, residual, zero > 0, zero)
+        parent, child = path[:, :-1], path[:, 1:]
+        row = gather(tables.row, 1, parent)  # [B, D]
+        has_children = gather(tables.child[..., 0], 1, parent) > 0
+        spent = gather(torch.cat(costs, 1), 1, row) * (has_children & (self.depth <= depth))
+        at = row * p.shape[-1] + gather(tokens, 1, child)
+        own, drawn = gather(p.flatten(1), 1, at), gather(q.flatten(1), 1, at)
+        raised = own + gather(torch.cat(shares, 1), 1, row) * (drawn - own)
+        is_stop = self.depth == depth - 1
+        bar = gather(uniform, 1, (child - 1).clamp(min=0))
+        bar = bar / torch.where(is_stop, gather(chance, 1, child), 1.0)
+        is_first = gather(tables.child[..., 0], 1, parent) == child
+        relaxed = is_first & (spent > 0) & (self.depth < depth)
+        relaxed = relaxed & (bar >= own / torch.minimum(raised, drawn).clamp(min=TINY))
+        return Verdict(node, residual, relaxed, spent)
+
+    def siblings(
+        self,
+        level: TraversalLevel,
+        p: Tensor,  # [B, w, V], blended
+        q: Tensor,
+        weight: Tensor,  # [B, w]
+        first: Tensor,  # [B, w, V] p as it was
+        tokens: Tensor,  # [B, M]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The weights of a depth's children [B, w, c]; what p is and with which chances [B, w] their parents are kept
+        where nothing behind them was."""
+        weights = []
+        for rank in range(level.child.shape[1]):
+            child = level.child[:, rank]
+            token = tokens.index_select(1, child)[..., None]  # [B, w, 1]
+            drawn = gather(q, 2, token)[..., 0]
+            exists = (child > 0) & (drawn > 0)  # else the draws ran out before it
+            kept = (weight * gather(p, 2, token)[..., 0] / drawn.clamp(min=TINY)).clamp(max=1)
+            weights.append(kept * exists)
+            left = (weight[..., None] * p - q).clamp(min=0)
+            mass = left.sum(-1)
+            refused = mass + (1 - weight)
+            chance = torch.where(refused > 0, mass / refused, 1.0)
+            left = torch.where((mass > 0)[..., None], left / mass[..., None], first)
+            p = torch.where(exists[..., None], left, p)
+            weight = torch.where(exists, chance, weight)
+            q = remove_token(q, token)
+        return torch.stack(weights, 2), p, weight
+
+
 # ------------------------------------------------------------------------------------------ accept
 
 
@@ -237,13 +365,14 @@ class Acceptance(nn.Module):
         neighbours: Tensor | None = None,
         codes: Tensor | None = None,
         walk: Walk | None = None,
+        traverse: Traverse | None = None,
     ) -> None:
         """
         Args:
             spec: whose tree has at least one draft.
             neighbours: [V, K] int32, other codes by rising distance; None leaves their mass out.
             codes: [V, H], the tokens' embedding; None leaves clusters out.
-            walk: the device's own form of `walk_sampled`, for what it serves.
+            walk, traverse: the device's own forms of `walk_sampled` and `Traversal`, for what they serve.
         """
         super().__init__()
         tree, sound = spec.tree, spec.residual == "sound" or neighbours is None
@@ -253,6 +382,10 @@ class Acceptance(nn.Module):
         self.neighbours = None if neighbours is None else Neighbours(neighbours, spec.residual)
         self.clusters = None if codes is None else Clusters(codes, spec.ranks)
         self.walk = walk if sound and codes is None else None
+        self.traversal: Traversal | None = None
+        if spec.together:
+            assert isinstance(tree, DraftTree)
+            self.traversal = Traversal(tree, traverse)
         # Most children of a node at each depth: no walk tries more there
         self.widest = tree.widest
         # Of a window: [W + 1] nodes, the root and the first children
@@ -367,7 +500,8 @@ class Acceptance(nn.Module):
         """The sampled walk, the greedy one, or each for its images.
 
         Args:
-            p: [B, I, V] the target's probabilities at nodes with children. uniform: [B, D, C].
+            p: [B, I, V] the target's probabilities at nodes with children.
+            uniform: [B, D, C]; of drafts that are verified together [B, M - 1].
             greedy: [B] bool, whose walk it is.
         """
         if not self.spec.use_sampled:
@@ -384,7 +518,10 @@ class Acceptance(nn.Module):
         return Verdict(node, sampled.residual, relaxed, spent)
 
     def walk_sampled(self, p: Tensor, drafts: Drafts, uniform: Tensor, bounds: Bounds) -> Verdict:
-        """Walk from the root, one level at a time, to the last accepted node."""
+        """Walk from the root, one level at a time, to the last accepted node, or find it among all."""
+        if self.traversal is not None and drafts.q is not None:
+            tv, budget = (bounds.tv, bounds.budget) if self.spec.blended else (None, None)
+            return self.traversal(p, drafts.q, drafts, uniform, tv, budget)  # type: ignore[no-any-return]
         if self.walk is not None and drafts.q is not None:
             tables = drafts.tables
             table = None if self.neighbours is None else self.neighbours.table
@@ -522,6 +659,6 @@ def tv_cost(mass: Tensor, prob: Tensor, drawn: Tensor | None) -> Tensor:
 
 
 def remove_token(q: Tensor, token: Tensor) -> Tensor:
-    """The drafter's probabilities [B, V] given that it is not token [B, 1], which was tried."""
-    q = q.scatter(1, token.long(), 0.0)
+    """The drafter's probabilities [..., V] given that it is not token [..., 1], which was tried."""
+    q = q.scatter(-1, token.long(), 0.0)
     return q / q.sum(-1, keepdim=True).clamp(min=1e-30)

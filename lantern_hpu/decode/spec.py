@@ -42,6 +42,7 @@ class Spec:
     annealed: bool = False  # some image weighs its drafts by depth
     ranks: int = 0  # most ranks that a cluster reaches up and down; 0: no image has clusters
     blended: bool = False  # some image blends the drafter's distribution into the target's
+    together: bool = False  # drafts are verified together
     residual: Residual = "sound"
     metered: bool = False  # what relaxation costs an image is added up
     open: bool = False  # images are also admitted one by one, while others go on
@@ -79,6 +80,7 @@ class Spec:
             annealed=any(r.relaxation.weighs for r in requests),
             ranks=(1 << max(reach, LEAST_RANKS).bit_length()) - 1 if reach else 0,
             blended=any(r.relaxation.tv > 0 for r in requests),
+            together=verified_together(requests),
             residual=common_residual(requests),
             metered=tree.commit > 1
             or (tree.depth > 0 and any(r.relaxation.metered for r in requests)),
@@ -89,8 +91,8 @@ class Spec:
     def first_missing(self, need: Spec) -> str:
         """The first field of which another spec needs more than this graph does; empty if it serves that one."""
         more = (name for name in GROWING if getattr(need, name) > getattr(self, name))
-        other = need.neighbours > 0 and need.residual != self.residual
-        return next(more, "residual" if other else "")
+        other = "residual" if need.neighbours > 0 and need.residual != self.residual else ""
+        return next(more, "together" if need.together != self.together else other)
 
     def sizes(self, config: TransformerConfig) -> TransformerConfig:
         """A target's, as these images need them."""
@@ -107,6 +109,7 @@ class Spec:
     def draws(self) -> int:
         """Uniforms a step takes for an image: drafts, acceptance, bonus token; the last is there if no other is."""
         tries = 0 if self.tree.commit else self.tree.depth * self.tree.max_children
+        tries = self.tree.size - 1 if self.together else tries
         return self.tree.draws + tries + 1
 
     @property
@@ -121,6 +124,15 @@ def common_residual(requests: Sequence[Request]) -> Residual:
     if len(residuals) > 1:
         raise OptionError("two residuals in one batch", "the residual is part of the graph")
     return residuals.pop()
+
+
+def verified_together(requests: Sequence[Request]) -> bool:
+    """Whether the drafts of these requests are; an OptionError if those of some alone are."""
+    ways = {r.relaxation.verify == "block" for r in requests}
+    if len(ways) > 1:
+        why = "how drafts are verified is part of the graph"
+        raise OptionError("block and token in one batch", why, "verify=token", field="relax")
+    return True in ways
 
 
 def neighbours_needed(requests: Sequence[Request], codes: int, known_neighbours: int) -> int:

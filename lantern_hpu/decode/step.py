@@ -112,7 +112,8 @@ class Step(nn.Module):
         self.prefix, self.tokens, self.depth = config.prefix, config.tokens, tree.depth
         self.acceptance: Acceptance | None = None
         if drafting is not None:
-            self.acceptance = Acceptance(spec, neighbours, codes, target.kernels.walk)
+            kernels = target.kernels
+            self.acceptance = Acceptance(spec, neighbours, codes, kernels.walk, kernels.traverse)
         self.aux_layers = drafting.aux_layers if drafting is not None else ()
         self.alone, self.judged = StaticTables(DraftTree.root_only()), JudgedNodes(tree)
         self.first = constant(arange32(spec.images) * token_columns(config, tree))  # [B]
@@ -169,7 +170,8 @@ class Step(nn.Module):
     def accept(
         self, hidden: Tensor, drafts: Drafts, uniform: Tensor, state: DecodeState
     ) -> Accepted:
-        """Which drafts stay, and what comes after them, by uniforms [B, D * C + 1]."""
+        """Which drafts stay, and what comes after them, by uniforms [B, D * C + 1], or [B, M] where drafts are verified
+        together."""
         if self.drafting is None or self.acceptance is None:
             probs = self.sampler(hidden, state, 0)  # [B, 1, V]
             bonus = self.sampler.token(probs[:, 0], probs[:, 0], uniform[:, 0], state)
@@ -183,7 +185,9 @@ class Step(nn.Module):
             bonus = gather(drawn, 1, node[:, None])[:, 0]
             return Accepted(p, node, bonus, torch.zeros_like(drawn[:, 1:], dtype=torch.bool))
         assert state.bounds is not None
-        tries = uniform[:, :-1].unflatten(1, (self.depth, -1))  # [B, D, C]
+        tries = uniform[:, :-1]  # [B, M - 1]
+        if not self.spec.together:
+            tries = tries.unflatten(1, (self.depth, -1))  # [B, D, C]
         greedy, inner = state.sampling.greedy, p[:, : self.judged.inner]  # [B, I, V]
         verdict = self.acceptance(inner, drafts, tries, state.bounds, greedy)
         if self.judged.rank is None:

@@ -16,6 +16,7 @@ from lantern_hpu.errors import Arg, OptionError, choices, require, words
 from lantern_hpu.fields import MOST, is_number
 
 Residual = Literal["sound", "official"]
+Verify = Literal["auto", "block", "token"]
 LOSSLESS = "lossless"  # in files and reports, of the usual rule where it relaxes nothing
 MOST_EXPONENT = 80.0  # of a weight: 1000 e^80 is a float32, and accepts any draft
 
@@ -36,6 +37,8 @@ class Relaxation:
         rule: its name in PNG files and reports.
         k: neighbours that may lend their mass; 0 is lossless.
         residual: what is left after a refusal; "official" reproduces the published code.
+        verify: drafts together ("block"), or each by itself; "auto", which only a setting that is to be resolved has,
+            takes the former where it can.
         published: whether `k` is a published number, which a small codebook may lower, and not the user's.
     """
 
@@ -43,12 +46,13 @@ class Relaxation:
     has_neighbours: ClassVar[bool] = False
     k: int = value(0, 0, MOST, f"0 (exact) to {MOST:g}")
     residual: Residual = "sound"
+    verify: Verify = field(default="auto", kw_only=True)
     published: bool = field(default=False, compare=False, repr=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.residual not in get_args(Residual):
-            hint = choices(get_args(Residual))
-            raise refused(f"unknown residual {self.residual!r}", hint=hint)
+        for key, allowed in (("residual", get_args(Residual)), ("verify", get_args(Verify))):
+            if getattr(self, key) not in allowed:
+                raise refused(f"unknown {key} {getattr(self, key)!r}", hint=choices(allowed))
         for key, part in self.by_key().items():
             number = getattr(self, part.name)
             if "range" in part.metadata and (number is not None or part.default is not None):
@@ -60,12 +64,12 @@ class Relaxation:
 
     @classmethod
     def by_key(cls) -> dict[str, Field[Any]]:
-        """Its fields by the keys that they are written with: k, residual, the bound, and what else it has."""
+        """Its fields by the keys that they are written with: k, residual, verify, the bound, and what else it has."""
         return {part.metadata.get("key") or part.name: part for part in fields(cls) if part.compare}
 
     @classmethod
     def bound_key(cls) -> str:
-        return list(cls.by_key())[2]
+        return list(cls.by_key())[3]
 
     @property
     def delta(self) -> float:
@@ -126,6 +130,16 @@ class Relaxation:
         """Whether its cost can be computed from the drafts that are tried."""
         return self.active and not (self.lends and self.residual == "official")
 
+    @property
+    def neutral(self) -> bool:
+        """Whether it says no more than how drafts are verified."""
+        return replace(self, verify="auto") == EXACT
+
+    @property
+    def keeps_distributions(self) -> bool:
+        """Whether each token follows a distribution that its drafts do not change: drafts may be verified together."""
+        return not (self.lends or self.weighs or self.clusters)
+
     def fit(self, codes: int) -> Relaxation:
         """A published setting with no more neighbours than a codebook of that many codes has; others as they are."""
         if not self.published or self.k < codes:
@@ -137,6 +151,8 @@ class Relaxation:
         for name, preset in PRESETS.items():  # `tv` is a key too, and does not say its bound
             if self == preset and name not in USUAL and (self.published or not self.k):
                 return name
+        if self.neutral and self.verify != "auto":
+            return f"verify={self.verify}"
         bound, usual = self.bound_key(), USUAL[self.bound_key()]
         values = {key: getattr(self, part.name) for key, part in self.by_key().items()}
         written = {bound: values.pop(bound)}
@@ -147,9 +163,11 @@ class Relaxation:
         return ":".join(f"{key}={value_text(number)}" for key, number in written.items())
 
     def as_json(self) -> dict[str, Any]:
-        """The form of PNG files and reports: the bound is called so with every rule."""
+        """The form of PNG files and reports: the bound is called so with every rule; `verify` where there is a choice."""
         values = {key: getattr(self, part.name) for key, part in self.by_key().items()}
         k, residual, bound = (values.pop(key) for key in ("k", "residual", self.bound_key()))
+        if self.verify == "auto":
+            values.pop("verify")
         lossless = self.rule == Multiplicative.rule and not self.active
         rule = LOSSLESS if lossless else self.rule
         shared = {"rule": rule, "k": k, "bound": bound, "residual": residual}
@@ -276,7 +294,7 @@ def parse(text: str, default: Relaxation | None = None) -> Relaxation:
     if names and names[0] not in PRESETS:
         raise refused(f"unknown relaxation {names[0]!r}", hint=choices(PRESETS, names[0]))
     named = (PRESETS if names else USUAL)[rules[0]] if rules else None
-    base = named or default or PRESETS["lambda-5"]
+    base = named or default or (EXACT if set(given) == {"verify"} else PRESETS["lambda-5"])
     keys = base.by_key()
     for key in given:
         if key not in keys:
@@ -307,7 +325,8 @@ def read_relaxation(values: Mapping[str, Any]) -> Relaxation:
     try:
         kind = Multiplicative if values["rule"] == LOSSLESS else RULES[values["rule"]]
         bound = kind.bound_key()
-        stored = {key: "bound" if key == bound else key for key in kind.by_key()}
-        return kind(*(values[name] for name in stored.values()))
+        stored = {part.name: "bound" if key == bound else key for key, part in kind.by_key().items()}
+        known = {"verify": "auto"} | dict(values)  # there, where there was a choice
+        return kind(**{name: known[key] for name, key in stored.items()})
     except (KeyError, TypeError) as error:
         raise refused("unrecognised relaxation settings", str(error)) from error

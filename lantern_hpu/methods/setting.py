@@ -26,7 +26,7 @@ from lantern_hpu.errors import (
 )
 from lantern_hpu.methods import relaxation as relaxations
 from lantern_hpu.methods import tuned_trees
-from lantern_hpu.methods.relaxation import EXACT, PRESETS, Relaxation, refused
+from lantern_hpu.methods.relaxation import EXACT, PRESETS, Relaxation, Verify, refused
 from lantern_hpu.tree import DYNAMIC, DraftTree, DynamicTree, Rule, Tree, Window, load_tree
 
 # ------------------------------------------------------------------------------------------- table
@@ -71,7 +71,9 @@ class Method:
 
     def takes_relaxation(self, relaxation: Relaxation) -> bool:
         """Whether it can be relaxed in this way."""
-        return self.relaxes and not (relaxation.needs_draws and self.tree == "dynamic")
+        if relaxation.verify == "block" and self.tree != "static":
+            return False
+        return relaxation.neutral or self.relaxes and not (relaxation.needs_draws and self.tree == "dynamic")
 
     @property
     def tunable(self) -> bool:
@@ -163,9 +165,9 @@ class Setting:
     def __post_init__(self) -> None:
         name = self.drafting
         check_tree(name, self.tree)
-        if self.relaxation is None or self.relaxation == EXACT:
+        if self.relaxation is None:
             return
-        if not METHODS[name].relaxes:
+        if not (self.relaxation.neutral or METHODS[name].relaxes):
             raise is_exact(name, self.relaxation)
         tree = METHODS[name].default_tree if self.tree in (None, AUTO) else self.tree
         assert not isinstance(tree, str | None)
@@ -176,7 +178,7 @@ class Setting:
         """Whose trees and relaxations apply: of `auto` with a relaxation `lantern++`, with a tree alone `eagle`."""
         if self.method != AUTO:
             return self.method
-        return "eagle" if self.relaxation in (None, EXACT) else "lantern++"
+        return "eagle" if self.relaxation is None or self.relaxation.neutral else "lantern++"
 
     @property
     def needs_drafter(self) -> bool:
@@ -195,7 +197,8 @@ class Setting:
         name, _, values = head.partition(":")
         try:
             method = method_of("lantern++" if name == AUTO else name)
-            relaxation = relaxations.parse(values, method.relaxation) if values else None
+            usual = None if name == AUTO else method.relaxation
+            relaxation = relaxations.parse(values, usual) if values else None
             if at and not tree:
                 raise OptionError("nothing follows @")
             return cls(name, relaxation, read_tree(name, tree) if at else None)
@@ -281,10 +284,12 @@ class Resolved(Setting):
 
     def __str__(self) -> str:
         """Without what the method has no use for: a relaxation that is exact, the tree of `ar`."""
-        method = METHODS[self.method]
-        is_usual = self.relaxation == (method.relaxation or EXACT)
+        method, given = METHODS[self.method], self.relaxation
+        if given.verify == verified(replace(given, verify="auto"), self.tree).verify:
+            given = replace(given, verify="auto")
         # A number of neighbours that equals the published one is not written out
-        relaxation = None if is_usual else replace(self.relaxation, published=True)
+        is_usual = given == (method.relaxation or EXACT)
+        relaxation = None if is_usual else replace(given, published=True)
         return written(self.method, relaxation, self.tree if method.drafts else None)
 
     def as_json(self) -> dict[str, Any]:
@@ -304,7 +309,8 @@ class Resolved(Setting):
         name = values["tree"]
         is_named = method_of(values["method"]).tree in ("dynamic", "window")
         tree = load_tree(name) if is_named else DraftTree.from_paths(name, values["tree_paths"])
-        return cls(values["method"], relaxations.read_relaxation(values["relaxation"]), tree)
+        rule = relaxations.read_relaxation(values["relaxation"])
+        return cls(values["method"], verified(rule, tree, "token"), tree)
 
 
 def setting_of(given: Mapping[str, Any]) -> Setting:
@@ -342,8 +348,37 @@ def check_tree(name: str, tree: Tree | Auto | None) -> None:
         raise OptionError(what, why, Arg("method", fits))
 
 
+def why_by_token(tree: Tree, relaxation: Relaxation) -> str:
+    """Why drafts are verified each by itself; empty where they can be verified together."""
+    if not tree.depth:
+        return "nothing is drafted"
+    if isinstance(tree, Window):
+        return "a window keeps noise and drafts behind the place where acceptance stops"
+    if isinstance(tree, DynamicTree):
+        return "the drafts of a dynamic tree are not drawn"
+    if not relaxation.keeps_distributions:
+        key = relaxation.bound_key()
+        return f"{key} makes a token's distribution depend on its draft; lossless rules and tv can"
+    return ""
+
+
+def verified(relaxation: Relaxation, tree: Tree, usual: Verify = "block") -> Relaxation:
+    """With how drafts are verified settled, where there is a choice and it is open; single drafts are as they are.
+
+    Raises:
+        OptionError: they are to be verified together, and cannot be.
+    """
+    check_acceptance(tree, relaxation)
+    if why_by_token(tree, relaxation):
+        return replace(relaxation, verify="auto")
+    is_open = relaxation.verify == "auto" and tree.depth > 1
+    return replace(relaxation, verify=usual) if is_open else relaxation
+
+
 def check_acceptance(tree: Tree, relaxation: Relaxation) -> None:
-    """Raise an OptionError where the drafts of a tree cannot be accepted in a relaxed way."""
+    """Raise an OptionError where the drafts of a tree cannot be accepted in a relaxed way, or together."""
+    if relaxation.verify == "block" and (why := why_by_token(tree, relaxation)):
+        raise refused("verify=block cannot be used", why, "verify=token")
     if isinstance(tree, Window) and relaxation.active:
         if tree.rule == "jacobi":
             raise is_exact("jacobi", relaxation)
@@ -491,7 +526,8 @@ def resolve(setting: Setting, context: ResolveContext) -> Resolved:
     The default tree of a method is small on a device without idle arithmetic; a window is there as long as that which
     was measured to be fastest with this model, or as the device's default.
 
-    Published numbers of neighbours and usual windows are lowered to what the model has.
+    Published numbers of neighbours and usual windows are lowered to what the model has. Drafts are verified together
+    where that can be done and nothing else is asked for.
     """
     if isinstance(setting, Resolved):
         return setting
@@ -509,7 +545,7 @@ def resolve(setting: Setting, context: ResolveContext) -> Resolved:
     if tree is None:
         tree = shortened(default_tree(method, context), context.tokens)
     assert not isinstance(tree, str)
-    return Resolved(name, relaxation.fit(context.codes), tree, why)
+    return Resolved(name, verified(relaxation.fit(context.codes), tree), tree, why)
 
 
 def with_tuned_tree(setting: Setting, context: ResolveContext) -> tuple[str, Tree | None]:

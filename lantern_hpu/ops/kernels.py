@@ -136,12 +136,31 @@ class Walk(Protocol):
         """A `Verdict`: node [B] int32, residual [B, V] float32, relaxed [B, D] bool, spent [B, D] float32."""
 
 
+class Traverse(Protocol):
+    """`Traversal` of `decode/accept.py`: the drafts of a static tree verified together."""
+
+    def __call__(
+        self,
+        p: Tensor,  # [B, I, V] to `row`: as `Walk` has them
+        q: Tensor,
+        tokens: Tensor,
+        child: Tensor,
+        row: Tensor,
+        order: Tensor,  # [M] int32, nodes as they are asked whether they are kept
+        depth: int,  # D
+        uniform: Tensor,  # [B, M - 1] float32
+        tv: Tensor | None = None,  # [B] float32 both, as `Walk` has them
+        budget: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """As `Walk` returns it."""
+
+
 @dataclass(frozen=True)
 class Kernels:
     """What the transformer, the sampler and the acceptance call; the shapes are those of the plain forms.
 
     None stands for a plain form that is made of others: of `rotate_into`, around the device's own `rotate`; of the
-    walk, in `decode/accept.py`.
+    walks, in `decode/accept.py`.
     """
 
     attention: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = attention
@@ -153,6 +172,7 @@ class Kernels:
     sample: Callable[[Tensor, Tensor], Tensor] = sampling.sample
     sample_distinct: Callable[[Tensor, Tensor], Tensor] = sampling.sample_distinct
     walk: Walk | None = None
+    traverse: Traverse | None = None
 
     def names(self) -> dict[str, str]:
         """Each kernel and the function that serves it, for reports; those left out (None) are plain too."""

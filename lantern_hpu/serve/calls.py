@@ -14,7 +14,7 @@ from lantern_hpu.errors import Arg, LanternError, as_option
 from lantern_hpu.fields import MAX_SEED, given_params, only
 from lantern_hpu.methods import relaxation as relaxations
 from lantern_hpu.methods.request import in_turn
-from lantern_hpu.methods.setting import Resolved
+from lantern_hpu.methods.setting import Resolved, verified
 from lantern_hpu.models.text.frames import no_negative
 from lantern_hpu.serve.protocol import ApiError, ImagesRequest, refuse
 from lantern_hpu.serve.served import ServedMethod, ServedModel
@@ -137,8 +137,9 @@ def read_setting(given: Mapping[str, Any], setting: Resolved, menu: ServedModel)
     """What is served, relaxed as the request asks."""
     if "relax" not in given:
         return setting
-    relaxation = relaxations.parse(given["relax"], setting.relaxation)
-    return replace(setting, relaxation=relaxation.fit(menu.codes))
+    relaxation = relaxations.parse(given["relax"], setting.relaxation).fit(menu.codes)
+    usual = setting.relaxation.verify
+    return replace(setting, relaxation=verified(relaxation, setting.tree, usual))
 
 
 def check_graph(need: Spec, served: ServedMethod, given: Mapping[str, Any]) -> None:
@@ -160,6 +161,7 @@ def check_graph(need: Spec, served: ServedMethod, given: Mapping[str, Any]) -> N
         "ranks": ("relax", f"ranks up to {has.ranks}; more", "gsd"),
         "blended": ("relax", "tv of 0; more", "tv"),
         "residual": ("relax", f"residual={has.residual}", ""),
+        "together": ("relax", f"verify={'block' if has.together else 'token'} with {method}", ""),
     }[lacking]
     if option:
         values += f" where the server has {as_option(Arg('allow', option))}"

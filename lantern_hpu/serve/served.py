@@ -10,7 +10,7 @@ from lantern_hpu.core import Request, Sampling
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.errors import Arg, OptionError, words
 from lantern_hpu.methods.relaxation import PRESETS, Relaxation
-from lantern_hpu.methods.setting import AUTO, METHODS, Resolved
+from lantern_hpu.methods.setting import AUTO, METHODS, Resolved, verified
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.text.frames import takes_negative
 from lantern_hpu.pipeline import LanternPipeline
@@ -101,7 +101,7 @@ def serve_method(
     model, config = pipeline.model, pipeline.model.target.config
     usual = model.sampling
     rules = {
-        name: preset.fit(model.codes)
+        name: verified(preset.fit(model.codes), setting.tree, setting.relaxation.verify)
         for name, preset in PRESETS.items()
         if METHODS[setting.method].takes_relaxation(preset)
     }

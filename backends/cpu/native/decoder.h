@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-#define LANTERN_ABI 6
+#define LANTERN_ABI 7
 
 /* Number formats: of the matrices, and of activations, caches and features. */
 #define BFLOAT16 0
@@ -59,7 +59,7 @@ typedef struct {
     int64_t lenders, threads;                                  /* K, or 0 */
     const float *p, *q;                                        /* [B, I, V] */
     const int32_t *tokens, *child, *row;                       /* [B, M], [B, M, C], [B, M] */
-    const float *uniform;                                      /* [B, D, C] */
+    const float *uniform;                                      /* [B, D, C]; to traverse [B, M - 1] */
     const int32_t *neighbours, *k;                             /* [V, K], [B] */
     const float *delta, *factor, *weight, *tv, *budget;        /* [B], [B], [B, D], [B], [B]; the last two may be null */
     int32_t *node;                                             /* [B] */
@@ -85,5 +85,7 @@ int lantern_decode(const Call *call);
 int lantern_draw(int64_t threads, int64_t rows, int64_t n, int64_t draws, const float *probs, const float *uniform, int32_t *tokens);
 /* The walk. 0, or -1 where memory is short. */
 int lantern_walk(const Walk *walk);
+/* The same with drafts verified together, see `Traverse` there: exact, or blended. */
+int lantern_traverse(const Walk *walk);
 
 #endif

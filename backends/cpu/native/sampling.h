@@ -151,3 +151,69 @@ int lantern_walk(const Walk *w) {
     free(memory);
     return 0;
 }
+
+/* The node at or behind this one where the walk stops, and in `chance` that it was kept with; or -1. `memory` has room
+ * for two distributions for each depth, which are filled where a child was refused or p is blended. */
+static int32_t traverse(const Walk *w, int64_t image, int32_t node, int64_t depth, float weight, float budget, float *memory, float *chance) {
+    int64_t n = w->vocabulary;
+    const int32_t *children = w->child + (image * w->nodes + node) * w->widest, *tokens = w->tokens + image * w->nodes;
+    const float *uniform = w->uniform + image * (w->nodes - 1) - 1;  /* of node 1 on */
+    float *left = memory + 2 * depth * n, *rest = left + n, spent = 0.0f;
+    int inner = children[0] > 0;
+    int64_t at = inner ? (image * w->inner + w->row[image * w->nodes + node]) * n : 0, place = image * w->depths + depth;
+    const float *whole = w->p + at, *p = whole, *q = w->q + at;
+    if (inner && w->tv) {  /* blend */
+        for (int64_t i = 0; i < n; i++) left[i] = p[i] - q[i] < 0.0f ? 0.0f : p[i] - q[i];
+        float distance = total(left, n);
+        spent = fminf(fminf(distance, w->tv[image]), fmaxf(budget, 0.0f));
+        float share = spent / fmaxf(distance, FLT_MIN);
+        for (int64_t i = 0; i < n; i++) left[i] = p[i] + share * (q[i] - p[i]);
+        p = left;
+    }
+    for (int64_t c = 0; c < w->widest && children[c] > 0; c++) {
+        int64_t token = tokens[children[c]], next = c + 1 < w->widest && children[c + 1] > 0;
+        float drawn = q[token], own = p[token];
+        if (drawn > 0.0f) {  /* else the draws ran out before it */
+            float kept = fminf(weight * own / fmaxf(drawn, FLT_MIN), 1.0f);
+            int32_t stop = traverse(w, image, children[c], depth + 1, kept, budget - spent, memory, chance);
+            if (stop >= 0) {
+                float bar = uniform[children[c]] / (stop == children[c] ? *chance : 1.0f);
+                w->relaxed[place] = c == 0 && spent > 0.0f && bar >= whole[token] / fmaxf(fminf(own, drawn), FLT_MIN);
+                w->spent[place] = spent;
+                return stop;
+            }
+            for (int64_t i = 0; i < n; i++) left[i] = weight * p[i] - q[i] < 0.0f ? 0.0f : weight * p[i] - q[i];
+            float mass = total(left, n), refused = mass + (1.0f - weight);
+            if (!(mass > 0.0f)) memcpy(left, whole, (size_t)n * 4);
+            else for (int64_t i = 0; i < n; i++) left[i] /= mass;
+            p = left;
+            weight = refused > 0.0f ? mass / refused : 1.0f;
+        }
+        if (next) {
+            if (q != rest) memcpy(rest, q, (size_t)n * 4);
+            rest[token] = 0.0f;
+            float sum = fmaxf(total(rest, n), 1e-30f);
+            for (int64_t i = 0; i < n; i++) rest[i] /= sum;
+            q = rest;
+        }
+    }
+    if (node && !(uniform[node] < weight)) return -1;
+    if (inner) memcpy(w->left + image * n, p, (size_t)n * 4), w->spent[place] = spent;
+    *chance = weight;
+    return node;
+}
+
+int lantern_traverse(const Walk *w) {
+    int64_t own = up_to(2 * w->depths * w->vocabulary, 16);
+    float *memory = aligned(w->threads * own * 4);
+    if (!memory) return -1;
+    memset(w->relaxed, 0, (size_t)(w->images * w->depths));
+    memset(w->spent, 0, (size_t)(w->images * w->depths) * 4);
+#pragma omp parallel for num_threads((int)w->threads) if (w->images > 1)
+    for (int64_t image = 0; image < w->images; image++) {
+        float chance, budget = w->budget ? w->budget[image] : 0.0f, *mine = memory + omp_get_thread_num() * own;
+        w->node[image] = traverse(w, image, 0, 0, 1.0f, budget, mine, &chance);
+    }
+    free(memory);
+    return 0;
+}
