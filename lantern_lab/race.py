@@ -1,4 +1,4 @@
-"""One prompt drawn by several settings, each alone and at its own speed: figures, and an animation of them side by side.
+"""One prompt drawn by several settings, each alone and at its own speed: figures, and an animation side by side.
 
 A setting warms up, and then draws while nothing else runs. The times at which tokens become known are recorded, and
 the animation shows the finished picture as far as it was known at each time.
@@ -106,9 +106,7 @@ def draw_run(pipeline: LanternPipeline, setting: Resolved, prompt: str, seed: in
     return run_of(result, setting, times)
 
 
-def run_of(
-    result: GenerationResult, setting: Resolved, times: Sequence[tuple[float, int]]
-) -> Run:
+def run_of(result: GenerationResult, setting: Resolved, times: Sequence[tuple[float, int]]) -> Run:
     """What was drawn; `times` are of the clock, when so many tokens were known."""
     record = result.records[0]
     began = times[-1][0] - result.timing.text_s - result.timing.generate_s

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -149,12 +150,13 @@ def test_weights_of_a_quantised_copy_that_are_whole_again_are_read(
 def test_models_for_llama_cpp_are_named(bare: Path, public: Path) -> None:
     file = bare / "janus-pro-1b-Q4_K_M.gguf"
     file.write_bytes(b"GGUF" + bytes(200))
-    for model, given in (
+    cases: tuple[tuple[Path, dict[str, Any]], ...] = (
         (bare, {}),
         (file, {}),
         (public / JANUS, {"drafter": str(file)}),
         (public / JANUS, {"drafter": str(bare)}),
-    ):
+    )
+    for model, given in cases:
         with pytest.raises(WeightsError, match=r"gguf is quantised by llama.cpp"):
             open_model(find_parts(str(model), PartOverrides(**given)))
 

@@ -347,7 +347,9 @@ def same_verdict(got: Verdict, want: Verdict) -> None:
 def same_traversal(tree: DraftTree, got: Verdict, want: Verdict, exactly: bool = False) -> None:
     """But for what is left at a leaf, where nothing reads it."""
     node = want.node.long()
-    inner = torch.tensor([len(children) > 0 for children in tree.children], device=node.device)[node]
+    inner = torch.tensor([len(children) > 0 for children in tree.children], device=node.device)[
+        node
+    ]
     got, want = (replace(x, residual=x.residual.where(inner[:, None], 0.0)) for x in (got, want))
     same_verdict(got, want)
     assert not exactly or all(torch.equal(getattr(got, n), x) for n, x in vars(want).items())

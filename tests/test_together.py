@@ -11,9 +11,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from lantern_hpu.decode.accept import Acceptance
+from lantern_hpu.decode.accept import Acceptance, postorder
 from lantern_hpu.tree import DraftTree
-from tests.reference import Outcome, Probs, Relaxed, blend, traverse, walk
+from tests.reference import Outcome, Probs, Relaxed, traverse
 from tests.test_accept import CASES, B, bounds_of, spec_of
 
 RULES = {
@@ -99,7 +99,9 @@ class Model:
         return np.stack([p[x] * self.images((*prefix, x)) for x in range(V)])
 
 
-def drafted(tree: DraftTree, model: Model, node: int = 0) -> Iterator[tuple[dict[int, Prefix], float]]:
+def drafted(
+    tree: DraftTree, model: Model, node: int = 0
+) -> Iterator[tuple[dict[int, Prefix], float]]:
     """All drafts of a tree with their chances, as the tokens on the path to each node."""
     prefixes: list[tuple[dict[int, Prefix], float]] = [({0: ()}, 1.0)]
     for node in tree.expanded:
@@ -120,7 +122,7 @@ def stops(
 ) -> Iterator[tuple[Outcome, float]]:
     """Where the walk can stop, with the chance of each: all before it are refused."""
     left = 1.0
-    for stop in tree.postorder:
+    for stop in postorder(tree):
         uniform = [0.0 if node == stop else 1.0 for node in range(1, tree.size)]
         found = traverse(tree, p, q, tokens, uniform, rule)
         assert found is not None

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -229,6 +230,12 @@ class Blend(NamedTuple):
         return Blend(*(gather(x, 1, place[:, None]) for x in self))
 
 
+def postorder(tree: DraftTree) -> list[int]:
+    """[M] nodes, each after all that is behind it, first children and their nodes first."""
+    ranked = [(*path, tree.size) for path in tree.paths]
+    return sorted(range(tree.size), key=ranked.__getitem__)
+
+
 class TraversalLevel(nn.Module):
     """The n nodes of a depth, w of them with up to c children, as `Traversal` comes to them."""
 
@@ -239,7 +246,7 @@ class TraversalLevel(nn.Module):
         self.child = constant(table)  # [w, c], 0 where there is none
         self.row = constant([tree.expanded.index(n) for n in inner])  # [w] of p and q
         self.inner = constant([nodes.index(n) for n in inner])  # [w] which of the n they are
-        below = [i for i, child in enumerate(sum(table, [])) if child]
+        below = [i for i, child in enumerate(chain.from_iterable(table)) if child]
         self.below = constant(below)  # [nodes of the next depth] which of the w * c
         found = {n: len(nodes) + i for i, n in enumerate(inner)}
         self.found = constant([found.get(n, i) for i, n in enumerate(nodes)])  # [n] of the n + w
@@ -263,8 +270,9 @@ class Traversal(nn.Module):
         super().__init__()
         self.walk = walk
         self.levels = nn.ModuleList(TraversalLevel(tree, depth) for depth in range(tree.depth))  # type: ignore[assignment]
-        self.order = constant(tree.postorder)  # [M]
-        self.priority = constant([tree.size - tree.postorder.index(n) for n in range(tree.size)])
+        order = postorder(tree)
+        self.order = constant(order)  # [M]
+        self.priority = constant([tree.size - order.index(n) for n in range(tree.size)])
         self.depth = constant(arange32(tree.depth))  # [D]
 
     def forward(
@@ -521,7 +529,7 @@ class Acceptance(nn.Module):
         """Walk from the root, one level at a time, to the last accepted node, or find it among all."""
         if self.traversal is not None and drafts.q is not None:
             tv, budget = (bounds.tv, bounds.budget) if self.spec.blended else (None, None)
-            return self.traversal(p, drafts.q, drafts, uniform, tv, budget)  # type: ignore[no-any-return]
+            return self.traversal(p, drafts.q, drafts, uniform, tv, budget)
         if self.walk is not None and drafts.q is not None:
             tables = drafts.tables
             table = None if self.neighbours is None else self.neighbours.table

@@ -163,7 +163,7 @@ class Relaxation:
         return ":".join(f"{key}={value_text(number)}" for key, number in written.items())
 
     def as_json(self) -> dict[str, Any]:
-        """The form of PNG files and reports: the bound is called so with every rule; `verify` where there is a choice."""
+        """The form of PNG files and reports: the bound is called so with every rule; `verify` if there is a choice."""
         values = {key: getattr(self, part.name) for key, part in self.by_key().items()}
         k, residual, bound = (values.pop(key) for key in ("k", "residual", self.bound_key()))
         if self.verify == "auto":
@@ -325,7 +325,9 @@ def read_relaxation(values: Mapping[str, Any]) -> Relaxation:
     try:
         kind = Multiplicative if values["rule"] == LOSSLESS else RULES[values["rule"]]
         bound = kind.bound_key()
-        stored = {part.name: "bound" if key == bound else key for key, part in kind.by_key().items()}
+        stored = {
+            part.name: "bound" if key == bound else key for key, part in kind.by_key().items()
+        }
         known = {"verify": "auto"} | dict(values)  # there, where there was a choice
         return kind(**{name: known[key] for name, key in stored.items()})
     except (KeyError, TypeError) as error:

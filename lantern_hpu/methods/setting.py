@@ -73,7 +73,9 @@ class Method:
         """Whether it can be relaxed in this way."""
         if relaxation.verify == "block" and self.tree != "static":
             return False
-        return relaxation.neutral or self.relaxes and not (relaxation.needs_draws and self.tree == "dynamic")
+        return relaxation.neutral or (
+            self.relaxes and not (relaxation.needs_draws and self.tree == "dynamic")
+        )
 
     @property
     def tunable(self) -> bool:

@@ -158,12 +158,6 @@ class DraftTree:
         """[D] most children of a node at each depth."""
         return tuple(max(len(self.children[n]) for n in nodes) for nodes in self.frontiers)
 
-    @cached_property
-    def postorder(self) -> tuple[int, ...]:
-        """[M] nodes, each after all that is behind it, first children and their nodes first."""
-        ranked = [(*path, self.size) for path in self.paths]
-        return tuple(sorted(range(self.size), key=ranked.__getitem__))
-
     @property
     def draws(self) -> int:
         """Uniforms that drafting takes: one a draft."""

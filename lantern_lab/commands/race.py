@@ -26,7 +26,9 @@ from lantern_hpu.methods.setting import Setting
 from lantern_hpu.results.tables import aligned
 from lantern_lab.commands.stretch import LLAMAGEN, StretchRequest, stretch
 
-SETTINGS = "ar,auto,lantern++:tv=0.1"  # the reference, the fastest lossless one, one of bounded cost
+SETTINGS = (
+    "ar,auto,lantern++:tv=0.1"  # the reference, the fastest lossless one, one of bounded cost
+)
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,9 @@ class RaceRequest:
         "llamagen-xl",
         f"a model, or sizes that the embedded one is widened to: {', '.join(LLAMAGEN)}",
     )
-    output: Path = option(Path("race"), "folder for race.gif, race.png and race.json; must not exist")
+    output: Path = option(
+        Path("race"), "folder for race.gif, race.png and race.json; must not exist"
+    )
 
     def __post_init__(self) -> None:
         check_prompt(self.prompt)
@@ -68,7 +72,9 @@ def model_of(name: str) -> str:
     return str(folder)
 
 
-def race(asked: RaceRequest, settings: Sequence[Setting], device: DeviceOptions, argv: Sequence[str]) -> str:
+def race(
+    asked: RaceRequest, settings: Sequence[Setting], device: DeviceOptions, argv: Sequence[str]
+) -> str:
     """Draw and write. -> the table"""
     if asked.output.exists():
         why = "existing files are not overwritten"

@@ -5,7 +5,7 @@
 
 runs the step on tensors without storage. An operator of torch counts as the kernels that it launches on a card: views
 and empty tensors none, most one, some more (`EXTRA`). The backend's own kernels count where they are launched. These
-are counts and not times. What no count knows is which products cuBLAS splits along their sums, each of them with a second
+are counts and not times. What no count knows is which products cuBLAS splits along their sums, each with a second
 kernel that adds the parts up: on an H200 those are the layers' down projections.
 """
 
