@@ -65,7 +65,7 @@ BACKENDS = {
         card="GPU",
         kernels=(
             *("attention", "rms_norm", "rotate", "swiglu", "rotate_into"),
-            *("probs", "sample", "sample_distinct", "walk"),
+            *("probs", "sample", "sample_distinct", "walk", "traverse"),
         ),
     ),
     "cpu": Device("lantern_hpu.backends.cpu.backend:CPUBackend"),

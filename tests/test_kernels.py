@@ -401,18 +401,21 @@ def test_walk_of_degenerate_distributions(device: str) -> None:
     same_verdict(got, want)
 
 
-def test_worked_example_is_what_the_plain_walk_gives() -> None:
-    (p, q, tokens, child, row, uniform, near_codes, *bounds), wanted = checks.worked_walk(
-        torch.device("cpu")
-    )
+def test_worked_examples_are_what_the_plain_walks_give() -> None:
     tree = DraftTree.from_paths("worked", [[0], [1], [0, 0]])
-    acceptance = Acceptance(Spec(3, False, tree, metered=True), near_codes)
-    tables = StaticTables(tree)(3)
+    tables, walks = StaticTables(tree)(3), checks.worked_walks(torch.device("cpu"))
+    (p, q, tokens, child, row, uniform, near_codes, *bounds), wanted = walks["walk"]
     assert torch.equal(tables.child, child) and torch.equal(tables.row, row)
+    acceptance = Acceptance(Spec(3, False, tree, metered=True), near_codes)
     verdict = acceptance.walk_sampled(p, Drafts(tokens, q, tables), uniform, Bounds(*bounds))
     got_all = (verdict.node, verdict.residual, verdict.relaxed, verdict.spent)
     for got, want in zip(got_all, wanted, strict=True):
         torch.testing.assert_close(got, want)
+    (p, q, tokens, child, row, order, _, uniform, *blend), wanted = walks["traverse"]
+    acceptance = Acceptance(Spec(3, False, tree, blended=True, together=True))
+    assert acceptance.traversal is not None and torch.equal(acceptance.traversal.order, order)
+    verdict = acceptance.traversal(p, q, Drafts(tokens, q, tables), uniform, *blend)
+    same_traversal(tree, verdict, Verdict(*wanted))
 
 
 # ---------------------------------------------------------------------------------------- attention

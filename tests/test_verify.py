@@ -475,8 +475,9 @@ class OneCard(CUDABackend):
 
 
 def stand_in(name: str) -> Callable[..., Any]:
-    if name == "walk":
-        return lambda *given: checks.worked_walk(OneCard.device)[1]
+    walks = checks.worked_walks(OneCard.device)
+    if name in walks:
+        return lambda *given: walks[name][1]
     return checks.TWINS[name]
 
 

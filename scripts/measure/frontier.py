@@ -108,7 +108,7 @@ def main() -> None:
         setting = pipeline.resolve(asked)
         how = pipeline.model.sampling, setting.relaxation
         requests = in_turn(prompts, range(args.num_images), 0, *how)
-        result = pipeline.draw(requests, setting, args.batch_size)
+        result = pipeline.draw(requests, setting, args.batch_size, decode=False)
         known.append(row_of(asked, setting, result.records))
         document = {"model": args.model, "weights": pipeline.model.files, "rows": known}
         write_file(args.output, json.dumps(document, indent=1).encode(), force=True)

@@ -62,6 +62,7 @@ def triton_candidates(device: torch.device, dtype: torch.dtype) -> dict[str, Can
         "sample": distinct.triton_sample,
         "sample_distinct": distinct.triton_distinct,
         "walk": walk.triton_walk,
+        "traverse": walk.triton_traverse,
     }
     examples, slack = checks.kernel_examples(device, dtype), checks.tolerance(dtype)
     return {

@@ -97,8 +97,8 @@ def kernel_examples(device: torch.device, dtype: torch.dtype) -> dict[str, list[
             name: [(moved(call, device), outcome(TWINS[name], call)) for call in several]
             for name, several in calls.items()
         }
-    call, results = worked_walk(device)
-    judged["walk"] = [(call, [*results, *tensors(call)])]
+    for name, (call, results) in worked_walks(device).items():
+        judged[name] = [(call, [*results, *tensors(call)])]
     return judged
 
 
@@ -114,12 +114,13 @@ def moved(call: Sequence[Any], device: torch.device) -> tuple[Any, ...]:
     return tuple(map(move, call))
 
 
-def worked_walk(device: torch.device) -> Example:
-    """A walk worked out by hand, as its plain form needs modules above `backends`.
+def worked_walks(device: torch.device) -> dict[str, Example]:
+    """Both walks worked out by hand, as their plain forms need modules above `backends`.
 
-    The root has the children 1 and 2, node 1 has the child 3. Two neighbours may lend up to 1.01 times the own
-    mass. The first image accepts 1 because they do, then 3; the second refuses 1 and accepts 2; the third
-    refuses both.
+    The root has the children 1 and 2, node 1 has the child 3. To walk two neighbours may lend up to 1.01 times the
+    own mass. The first image accepts 1 because they do, then 3; the second refuses 1 and accepts 2; the third refuses
+    both. To traverse p is blended by a quarter of q; the images stop at 3, at 1, which is kept with 0.12 / 0.57, and at
+    the root.
     """
 
     def real(*rows: Any) -> Tensor:
@@ -145,4 +146,13 @@ def worked_walk(device: torch.device) -> Example:
     residual = real([0.1, 0.4, 0.2, 0.2, 0.1], [0, 0, 0, 0.5, 0.5], [0, 0, 0, 0.5, 0.5])
     # Child 1 is accepted with 0.4 / 0.5, exactly with 0.2 / 0.5; what the others are lent they do not need
     spent = real([0.4, 0.0], [0.4, 0.0], [0.4, 0.0])
-    return (p, q, tokens, child, row, uniform, near, *bounds), (node, residual, relaxed, spent)
+    tree = (tokens, child, row)
+    walk: Example = (p, q, *tree, uniform, near, *bounds), (node, residual, relaxed, spent)
+    p = real([0.2, 0.1, 0.1, 0.3, 0.3], [0.1, 0.1, 0.5, 0.2, 0.1]).expand(3, -1, -1)
+    q = real([0.5, 0.2, 0.1, 0.1, 0.1], [0.3, 0.3, 0.1, 0.2, 0.1]).expand(3, -1, -1)
+    uniform = real([0.5, 0.9, 0.27], [0.2, 0.9, 0.28], [0.22, 0.9, 0.28])
+    order, blended = whole(3, 1, 2, 0), (real(0.1, 0.1, 0.1), real(9.0, 9.0, 9.0))
+    node, relaxed = whole(3, 1, 0), whole([0, 1], [1, 0], [0, 0]).bool()
+    residual = real([0, 0, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 0, 0.5, 0.5])
+    found = (node, residual, relaxed, real([0.1, 0.1], [0.1, 0.1], [0.1, 0.0]))
+    return {"walk": walk, "traverse": ((p, q, *tree, order, 2, uniform, *blended), found)}

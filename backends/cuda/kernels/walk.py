@@ -1,6 +1,6 @@
 """The walk down a verified tree in one program an image: all levels, and the children of a node in turn.
 
-The rule is that of `accept.py`, with its residual [p - q]+: exact, relaxed by neighbours (LANTERN, arXiv
+`triton_walk` tries each draft by itself, `triton_traverse` all together. The rule of the former is that of `accept.py`, with its residual [p - q]+: exact, relaxed by neighbours (LANTERN, arXiv
 2410.03355; LANTERN++, arXiv 2502.06352), by depth (Cool-SD, arXiv 2601.09212) or by blending. Exact is relaxed with
 nothing.
 The probabilities at a node stay in registers while its children are tried. The target's is also kept in memory, where
@@ -8,8 +8,6 @@ single entries of it are read.
 """
 
 # Triton reads the annotations of its functions: they are not postponed, and say `constexpr` or nothing.
-
-from typing import Any
 
 import torch
 import triton
@@ -156,15 +154,160 @@ def walk_kernel(
     tl.store(node_out + image, node)
 
 
-def shapes(
-    p: Tensor, q: Tensor, tokens: Tensor, child: Tensor, row: Tensor, uniform: Tensor, *others: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@triton.jit
+def tried(
+    p_probs,  # [I, V]
+    q_probs,  # [I, V]
+    node,
+    tokens,  # [M]
+    child,  # [M, C]
+    row,  # [M]
+    tv,  # []
+    numbers,  # [7, M]: see `traverse_kernel`
+    nodes,
+    widest,
+    V: tl.constexpr,
+    BLENDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The weights of a node's children, and what is left of p and of its own weight once nothing behind them was kept."""
+    index = tl.arange(0, BLOCK)
+    there = index < V
+    whole = tl.load(row + node).to(tl.int64) * V + index
+    p = tl.load(p_probs + whole, mask=there, other=0.0)
+    q = tl.load(q_probs + whole, mask=there, other=0.0)
+    weight = tl.load(numbers + node)
+    if BLENDED:
+        distance = tl.sum(tl.maximum(p - q, 0.0), 0)
+        left = tl.load(numbers + 4 * nodes + node)
+        spent = tl.minimum(tl.minimum(distance, tl.load(tv)), tl.maximum(left, 0.0))
+        share = spent / tl.maximum(distance, TINY)
+        p += share * (q - p)
+        tl.store(numbers + 2 * nodes + node, spent)
+        tl.store(numbers + 3 * nodes + node, share)
+    for rank in range(widest):
+        draft = tl.load(child + node * widest + rank)
+        if draft > 0:
+            token = tl.load(tokens + draft)
+            own = tl.sum(tl.where(index == token, p, 0.0), 0)
+            drawn = tl.sum(tl.where(index == token, q, 0.0), 0)
+            kept = tl.minimum(weight * own / tl.maximum(drawn, TINY), 1.0)
+            tl.store(numbers + draft, tl.where(drawn > 0, kept, 0.0))
+            tl.store(numbers + 5 * nodes + draft, node * 1.0)
+            tl.store(numbers + 6 * nodes + draft, tl.load(numbers + 6 * nodes + node) + 1)
+            if BLENDED:
+                tl.store(numbers + 4 * nodes + draft, left - spent)
+            if drawn > 0:
+                rest = tl.maximum(weight * p - q, 0.0)
+                mass = tl.sum(rest, 0)
+                refused = mass + (1 - weight)
+                if mass > 0:
+                    p = rest / mass
+                else:
+                    p = tl.load(p_probs + whole, mask=there, other=0.0)
+                if refused > 0:
+                    weight = mass / refused
+                else:
+                    weight = tl.full([], 1.0, tl.float32)
+            q = tl.where(index == token, 0.0, q)
+            q = q / tl.maximum(tl.sum(q, 0), 1e-30)
+    return p, weight
+
+
+@triton.jit
+def traverse_kernel(
+    p_probs,  # [B, I, V]
+    q_probs,  # [B, I, V]
+    tokens,  # [B, M]
+    child,  # [B, M, C]
+    row,  # [B, M]
+    order,  # [M]
+    uniform,  # [B, M - 1]
+    tv,  # [B]
+    budget,  # [B]
+    node_out,  # [B]
+    left_out,  # [B, V]
+    relaxed_out,  # [B, D] of zeros
+    spent_out,  # [B, D] of zeros
+    # [B, 7, M] of each node: weight, chance, what it spends and its share of q, what is left to spend, parent, depth
+    numbers,
+    child_step,  # from one image to the next, as images may share a table
+    row_step,
+    uniform_step,
+    inner,  # I
+    nodes,  # M
+    depths,  # D
+    widest,  # C
+    V: tl.constexpr,
+    BLENDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """One program an image."""
+    image = tl.program_id(0).to(tl.int64)
+    p_probs += image * inner * V
+    q_probs += image * inner * V
+    tokens += image * nodes
+    child += image * child_step
+    row += image * row_step
+    uniform += image * uniform_step
+    numbers += image * 7 * nodes
+    tl.store(numbers, 1.0)
+    tl.store(numbers + 6 * nodes, 0.0)
+    if BLENDED:
+        tl.store(numbers + 4 * nodes, tl.load(budget + image))
+        tv += image
+    for node in range(nodes):
+        tl.debug_barrier()  # what was stored is read by all threads
+        chance = tl.load(numbers + node)
+        if tl.load(child + node * widest) > 0:
+            _, chance = tried(
+                p_probs, q_probs, node, tokens, child, row, tv, numbers, nodes, widest, V, BLENDED, BLOCK
+            )
+        tl.store(numbers + nodes + node, chance)
+    tl.debug_barrier()
+    slot = tl.arange(0, BLOCK_M)
+    asked = tl.load(order + slot, mask=slot < nodes, other=0)
+    bars = tl.load(uniform + asked - 1, mask=asked > 0, other=-1.0)  # the root is kept
+    kept = bars < tl.load(numbers + nodes + asked)
+    stop = tl.load(order + tl.min(tl.where(kept & (slot < nodes), slot, nodes), 0))
+    tl.store(node_out + image, stop)
+    chance = tl.load(numbers + nodes + stop)
+    if tl.load(child + stop * widest) > 0:
+        p, _ = tried(
+            p_probs, q_probs, stop, tokens, child, row, tv, numbers, nodes, widest, V, BLENDED, BLOCK
+        )
+        index = tl.arange(0, BLOCK)
+        tl.store(left_out + image * V + index, p, mask=index < V)
+        if BLENDED:
+            depth = tl.load(numbers + 6 * nodes + stop).to(tl.int64)
+            tl.store(spent_out + image * depths + depth, tl.load(numbers + 2 * nodes + stop))
+    if BLENDED:  # up the path
+        node = stop
+        for _ in range(depths):
+            if node > 0:
+                above = tl.load(numbers + 5 * nodes + node).to(tl.int32)
+                place = image * depths + tl.load(numbers + 6 * nodes + above).to(tl.int64)
+                at = tl.load(row + above).to(tl.int64) * V + tl.load(tokens + node)
+                own, drawn = tl.load(p_probs + at), tl.load(q_probs + at)
+                raised = own + tl.load(numbers + 3 * nodes + above) * (drawn - own)
+                bar = tl.load(uniform + node - 1) / chance
+                need = own / tl.maximum(tl.minimum(raised, drawn), TINY)
+                spent = tl.load(numbers + 2 * nodes + above)
+                is_first = tl.load(child + above * widest) == node
+                tl.store(relaxed_out + place, is_first & (spent > 0) & (bar >= need))
+                tl.store(spent_out + place, spent)
+                chance = tl.full([], 1.0, tl.float32)  # it is not the last of the path
+                node = above
+
+
+def shapes(p: Tensor, tokens: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     images, _, vocabulary = p.shape
     return (
         tokens.new_empty(images, dtype=torch.int32),
-        p.new_empty(images, vocabulary),
-        tokens.new_empty(images, uniform.shape[1], dtype=torch.bool),
-        p.new_empty(images, uniform.shape[1]),
+        p.new_zeros(images, vocabulary),
+        tokens.new_zeros(images, depth, dtype=torch.bool),
+        p.new_zeros(images, depth),
     )
 
 
@@ -172,7 +315,7 @@ def shapes(
     "triton_walk(Tensor p, Tensor q, Tensor tokens, Tensor child, Tensor row, Tensor uniform, Tensor? neighbours,"
     " Tensor k, Tensor delta, Tensor factor, Tensor weight, Tensor? tv=None, Tensor? budget=None)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
-    shapes,
+    lambda p, q, tokens, child, row, uniform, *others: shapes(p, tokens, uniform.shape[1]),
 )
 def triton_walk(
     p: Tensor,
@@ -190,7 +333,7 @@ def triton_walk(
     budget: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `lantern_hpu.ops.kernels.Walk`."""
-    node, left, relaxed, spent = shapes(p, q, tokens, child, row, uniform)
+    node, left, relaxed, spent = shapes(p, tokens, uniform.shape[1])
     images, inner, vocabulary = p.shape
     child, row, uniform, weight = (packed(x) for x in (child, row, uniform, weight))
     block = block_of(vocabulary)
@@ -226,3 +369,53 @@ def triton_walk(
         **EXACTLY,
     )
     return node, left, relaxed, spent
+
+
+@operator(
+    "triton_traverse(Tensor p, Tensor q, Tensor tokens, Tensor child, Tensor row, Tensor order, int depth,"
+    " Tensor uniform, Tensor? tv=None, Tensor? budget=None) -> (Tensor, Tensor, Tensor, Tensor)",
+    lambda p, q, tokens, child, row, order, depth, *others: shapes(p, tokens, depth),
+)
+def triton_traverse(
+    p: Tensor,
+    q: Tensor,
+    tokens: Tensor,
+    child: Tensor,
+    row: Tensor,
+    order: Tensor,
+    depth: int,
+    uniform: Tensor,
+    tv: Tensor | None = None,
+    budget: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `lantern_hpu.ops.kernels.Traverse`."""
+    made = shapes(p, tokens, depth)
+    images, inner, vocabulary = p.shape
+    child, row, uniform = (packed(x) for x in (child, row, uniform))
+    _, nodes, widest = child.shape
+    block = block_of(vocabulary)
+    traverse_kernel[(images,)](
+        p.contiguous(),
+        q.contiguous(),
+        tokens.contiguous(),
+        child,
+        row,
+        order,
+        uniform,
+        tv,
+        budget,
+        *made,
+        p.new_empty(images, 7, nodes),
+        *(x.stride(0) for x in (child, row, uniform)),
+        inner,
+        nodes,
+        depth,
+        widest,
+        V=vocabulary,
+        BLENDED=tv is not None,
+        BLOCK=block,
+        BLOCK_M=block_of(nodes),
+        num_warps=warps(block),
+        **EXACTLY,
+    )
+    return made
