@@ -527,6 +527,7 @@ def read_scalar(device: Device, op: ops.Op, func: Any, args: Args, kwargs: Kwarg
 
 def compare_on_host(device: Device, op: ops.Op, func: Any, args: Args, kwargs: Kwargs) -> Any:
     device.sync(op.packet, "H004")
+    checks.no_bare_meta(args, op.name)
     return func(*(a.raw if isinstance(a, HPUTensor) else a for a in args), **kwargs)
 
 
@@ -545,6 +546,7 @@ def to_copy(device: Device, op: ops.Op, func: Any, args: Args, kwargs: Kwargs) -
 def copy(device: Device, op: ops.Op, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """`copy_` within the device, up or down."""
     goal, source = args[:2]
+    checks.no_bare_meta((goal, source), op.name)
     if not isinstance(goal, HPUTensor):
         return func(goal, device.read(source, "copy to the host"))
     if isinstance(source, HPUTensor):

@@ -211,6 +211,7 @@ def watched(card: Device, site: Site, run: Callable[..., Any]) -> Callable[..., 
 
     def call(*given: Any) -> Any:
         nonlocal new
+        checks.no_bare_meta(given, "a compiled function")
         if varied := tuple(n for n in given if type(n) is int):  # symbols of the graph
             card.counts.recipes += bool(sizes) and varied not in sizes
             sizes.add(varied)

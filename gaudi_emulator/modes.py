@@ -14,6 +14,7 @@ from torch.utils import _device
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gaudi_emulator.device import Device, current
+from gaudi_emulator.lint import checks
 from gaudi_emulator.ops import RANDOM
 from gaudi_emulator.patches import restored
 from gaudi_emulator.tensor import META, Args, Func, HPUTensor, Kwargs, is_hpu
@@ -181,7 +182,9 @@ def make(card: Device, func: Func, args: Args, kwargs: Kwargs) -> Any:
         return func(*args, **kwargs)
     if isinstance(args[0], HPUTensor):
         return args[0].detach().clone() if func is torch.tensor else args[0]
-    return card.upload(func(*args, **{**kwargs, "device": torch.device("cpu")}))
+    learns = kwargs.pop("requires_grad", False)
+    made = card.upload(func(*args, **{**kwargs, "device": torch.device("cpu")}))
+    return made.requires_grad_(learns)
 
 
 def complex_on_host(card: Device, func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -221,6 +224,13 @@ def set_data(card: Device, func: Func, args: Args, kwargs: Kwargs) -> Any:
         func(target, source)
 
 
+def set_grad(card: Device, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """`x.grad = y`: torch itself takes a tensor of `meta` for one on the same device."""
+    if any(isinstance(value, HPUTensor) for value in args):
+        checks.no_bare_meta(args, "grad")
+    return func(*args)
+
+
 def deep_copy(card: Device, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """`copy.deepcopy` of a tensor: a storage of its own on the device."""
     source, memo = args
@@ -258,6 +268,7 @@ HANDLERS: dict[Callable[..., Any], Handler] = {
     Tensor.numpy: read_to_host,
     Tensor.new_tensor: make_like,
     Tensor.data.__set__: set_data,  # type: ignore[attr-defined]
+    Tensor.grad.__set__: set_grad,  # type: ignore[union-attr]
     Tensor.__deepcopy__: deep_copy,
     Tensor.__reduce_ex__: pickled,
     torch.tensor: make,

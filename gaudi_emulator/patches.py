@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gaudi_emulator.nested import mapped
-from gaudi_emulator.tensor import DEVICE, HPUTensor, is_hpu
+from gaudi_emulator.tensor import DEVICE, HPU, HPUTensor, is_hpu
 
 if TYPE_CHECKING:
     from gaudi_emulator.device import Device
@@ -77,6 +77,14 @@ def overwrites(card: Device) -> Iterator[None]:
             one.__dict__, other.__dict__ = other.__dict__, one.__dict__
             torch._C._swap_tensor_impl(one, other)
 
+    def grouped(real: Any, tensors: Any, *args: Any) -> dict[Any, Any]:
+        """By device and format, for `clip_grad_norm_` and optimizers: C++ reads the device that torch itself sees."""
+        groups = {}
+        for (place, dtype), (lists, indices) in real(tensors, *args).items():
+            here = any(isinstance(tensor, HPUTensor) for tensor in lists[0])
+            groups[HPU if here else place, dtype] = lists, indices
+        return groups
+
     def enter(real: Any, context: Any) -> Any:
         if context.device == "cuda":
             card.findings.hit("H086", "autocast('cuda')")
@@ -91,6 +99,7 @@ def overwrites(card: Device) -> Iterator[None]:
             (torch, "save", save),
             (torch, "load", load),
             (torch.utils, "swap_tensors", swap),
+            (torch._C, "_group_tensors_by_device_and_dtype", grouped),
         ):
             stack.enter_context(wrapped(owner, name, function))
         # A module that moves keeps its parameter objects, so that weights which two modules share stay shared.

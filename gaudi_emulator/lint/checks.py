@@ -170,6 +170,7 @@ def view_write(device: Device, op: Op, target: HPUTensor) -> None:
 
 def foreign(device: Device, op: Op, value: Tensor) -> None:
     """A CPU tensor among device tensors: lazy mode uploads it without a word (habana_lazy/lazy_kernels.h)."""
+    no_bare_meta((value,), op.name)
     if value.dim() == 0:
         return
     if device.lazy or op.packet in ("index", "index_put", "index_put_"):
@@ -184,6 +185,16 @@ def foreign(device: Device, op: Op, value: Tensor) -> None:
     )
 
 
+def no_bare_meta(values: Iterable[Any], where: str) -> None:
+    """Raise for a tensor that has no numbers: to torch itself an emulated one is on `meta` too, and it would make
+    nothing of both without a word."""
+    if any(isinstance(value, Tensor) and value.device.type == "meta" for value in values):
+        raise RuntimeError(
+            "Expected all tensors to be on the same device, but found at least two devices, hpu:0 and meta! "
+            f"({where})"
+        )
+
+
 # Numbers
 
 
@@ -194,6 +205,8 @@ def known_format(dtype: torch.dtype) -> None:
 
 def upload(device: Device, values: Tensor) -> None:
     """The range check of an upload, which the bridge makes on the host."""
+    if values.device.type == "meta":
+        raise NotImplementedError("Cannot copy out of meta tensor; no data!")
     if values.is_complex():
         device.findings.hit("H034", "upload")
     if values.dtype == torch.float64:
