@@ -6,7 +6,9 @@ ARG BASE=vault.habana.ai/gaudi-docker/1.24.0/ubuntu22.04/habanalabs/pytorch-inst
 FROM ${BASE}
 
 # Compiled recipes go to /cache: mount a volume on a local disk there, never a network disk.
-ENV XDG_CACHE_HOME=/cache HOME=/cache USER=lantern OMPI_MCA_btl_vader_single_copy_mechanism=none PIP_BREAK_SYSTEM_PACKAGES=1
+# The base's HABANA_LOGS is under /var/log, and where the runtime cannot write its logs it ends the process.
+ENV XDG_CACHE_HOME=/cache HOME=/cache USER=lantern HABANA_LOGS=/cache/lantern_hpu/logs \
+    OMPI_MCA_btl_vader_single_copy_mechanism=none PIP_BREAK_SYSTEM_PACKAGES=1
 WORKDIR /opt/lantern_hpu
 COPY . .
 

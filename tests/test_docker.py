@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests import plain_user
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -79,8 +81,8 @@ def test_a_replaced_torch_fails_the_build(kind: str, replaced: bool, tmp_path: P
 
 def test_gaudi_containers_get_what_they_need() -> None:
     text = compose("hpu")
-    for line in ("runtime: habana", "ipc: host", "- SYS_NICE"):
-        assert f" {line}\n" in text
+    for line in ("runtime: habana", "ipc: host", "cap_add: [SYS_NICE] "):
+        assert f" {line}" in text
     assert "HABANA_VISIBLE_DEVICES: ${HABANA_VISIBLE_DEVICES:-0}" in text  # one card, not `all`
     assert "OMPI_MCA_btl_vader_single_copy_mechanism=none" in only("hpu", "ENV")
 
@@ -129,6 +131,7 @@ def test_containers_keep_recipes_and_run_as_a_user_who_may_write_where_it_has_to
     assert "XDG_CACHE_HOME=/cache" in only(kind, "ENV")
     for line in ('user: "${UID:-1000}:${GID:-1000}"', "no-new-privileges:true", "- cache:/cache\n"):
         assert line in compose(kind)
+    assert compose(kind).count("cap_drop: [ALL]\n") == 1
     yaml = pytest.importorskip("yaml")
     service: Any = yaml.safe_load(compose(kind))["services"]["lantern"]
     assert (ROOT / "docker" / service["build"]["context"]).resolve() == ROOT
@@ -149,11 +152,68 @@ def test_a_pod_is_not_root_and_does_not_start_without_its_key() -> None:
     assert {mount["mountPath"] for mount in container["volumeMounts"]} >= {"/cache", "/tmp"}
 
 
+def environment_of_image(cache: Path) -> dict[str, str]:
+    """What the Gaudi image sets, with its cache elsewhere."""
+    set_here = " ".join(rest for name, rest in instructions("hpu") if name == "ENV")
+    return dict(word.split("=", 1) for word in set_here.replace("/cache", str(cache)).split())
+
+
+def test_logs_of_the_runtime_go_where_every_container_can_write() -> None:
+    """The runtime ends a process that cannot write its logs; its base image puts them under /var/log."""
+    yaml = pytest.importorskip("yaml")
+    logs = environment_of_image(Path("/cache"))["HABANA_LOGS"]
+    assert Path(logs).is_relative_to("/cache/lantern_hpu")
+    deployment = next(yaml.safe_load_all((ROOT / "docker" / "kubernetes.yaml").read_text()))
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    written = [
+        mount["mountPath"] for mount in container["volumeMounts"] if not mount.get("readOnly")
+    ]
+    assert any(Path(logs).is_relative_to(place) for place in written)
+    assert not [entry for entry in container["env"] if entry["name"].startswith("HABANA")]
+
+
+LOGS_IN_A_CONTAINER = """
+import os
+from pathlib import Path
+from lantern_hpu.backends.hpu.env import checks, prepare_flags
+from lantern_hpu.errors import DeviceError
+
+def found(**flags):
+    os.environ |= flags
+    return next((check.ok, check.detail) for check in checks() if check.name == "logs")
+
+prepare_flags(environ={})
+logs = Path(os.environ["HABANA_LOGS"])
+assert logs.is_dir() and found() == (True, str(logs))
+earlier = logs / "graph_compiler.log"
+earlier.touch(0o400)  # of a container that ran as another user
+assert found()[1].startswith(f"{earlier} is not writable, which ends the process"), found()
+assert found(HABANA_LOGS="/var/log/habana_logs")[0] is False
+assert found(HABANA_LOGS="", XDG_CACHE_HOME="/var/cache")[0] is False  # no cache of ours either
+try:
+    prepare_flags(environ={"HABANA_LOGS": "/var/log/habana_logs"})
+except DeviceError as error:
+    print(error)
+"""
+
+
+def test_logs_that_cannot_be_written_are_found_before_the_runtime_is_loaded() -> None:
+    """With the image's environment, as a user without rights."""
+    with plain_user.home() as cache:
+        command = [plain_user.python(), "-c", LOGS_IN_A_CONTAINER]
+        done = plain_user.run(command, cache, environment_of_image(cache))
+    assert "HABANA_LOGS=/var/log/habana_logs would end Gaudi's software" in done.stdout, done.stderr
+
+
 def test_workflows_pin_their_actions_and_only_what_publishes_may_publish() -> None:
     for file in (ROOT / ".github" / "workflows").glob("*.yml"):
         text = file.read_text()
         for used in re.findall(r"uses: (\S+)", text):
             assert re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", used), (file.name, used)
+        if "id-token" in text:  # what it builds is published
+            for packages in re.findall(r"pip install (.*)", text):
+                pinned = re.fullmatch(r"-c constraints.txt .*|([\w-]+==[\d.]+ ?)+", packages)
+                assert pinned, (file.name, packages)
         jobs = text[text.index("\njobs:") :]
         assert "id-token" not in text[: text.index("\njobs:")]
         for job in re.split(r"\n  (?=\w)", jobs):

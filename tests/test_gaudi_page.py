@@ -41,5 +41,5 @@ def test_lint_prints_what_the_page_says(
 def test_flags_of_the_page_are_those_that_are_set() -> None:
     in_code = {(row[0].strip("`"), row[1]) for row in gaudi_flags()}
     section = GAUDI[GAUDI.index("## Flags") : GAUDI.index("## Several cards")]
-    assert set(re.findall(r"`(PT_\w+)", section)) == {name for name, _ in in_code}
+    assert set(re.findall(r"`((?:PT|HABANA)_\w+)", section)) == {name for name, _ in in_code}
     assert set(re.findall(r"`(PT_\w+)=(\w+)`", section)) <= in_code

@@ -15,13 +15,15 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from lantern_hpu.errors import DeviceError, choices
+from lantern_hpu.errors import DeviceError, OutputError, choices
+from lantern_hpu.files import own_cache
 
 # Two states of the bridge are public and were read: 1.19 (HabanaAI/gaudi-pytorch-bridge, tag v1.19.0) and the 1.24
 # generation (the same repository at bcc5172c479e). Any other release is held to the nearer one of them, and so are
@@ -122,6 +124,8 @@ def fatal_flag(release: Release, name: str, value: str) -> str | None:
 
     From backend/synapse_helpers/env_flags_impl.cpp of 1.24; of its booleans those that most flags are.
     """
+    if name == LOGS:
+        return unfit_logs(value)
     if not release.checks_flags or not value:
         return None  # an empty value counts as none
     if name == "PT_HPU_LAZY_MODE" and value not in ("0", "1"):
@@ -147,6 +151,25 @@ def unfit_cache(folder: str) -> str | None:
     return None if not folder or os.access(known, os.W_OK) else f"{known} is not writable"
 
 
+def unfit_logs(folder: str) -> str | None:
+    """Why the runtime cannot write its logs into a folder, which ends the process (SIGABRT); None if it can.
+
+    One that is not there yet is made by it.
+    """
+    path = Path(folder or DEFAULT_LOGS)
+    known = next(place for place in (path, *path.absolute().parents) if place.exists())
+    closed = [file for file in (known, *path.glob("*.log")) if not os.access(file, os.W_OK)]
+    return f"{closed[0]} is not writable" if closed else None
+
+
+def log_folder() -> str | None:
+    """A folder of the cache for the runtime's logs; None where that is not ours to write."""
+    with suppress(OutputError):
+        folder = str(own_cache("logs"))
+        return folder if unfit_logs(folder) is None else None
+    return None
+
+
 # Whether a graph mode needs lazy mode. HPU graphs exist in lazy mode alone, the compiler in the other alone.
 LAZY = {"hpu_graph": True, "hpu_graph_split": True, "compile": False, "eager": False}
 
@@ -154,6 +177,7 @@ ROOT = "habana_frameworks"  # Gaudi's Python package
 PLUGIN = "habana-torch-plugin"  # and the distribution that has it
 LAZY_MODE = "PT_HPU_LAZY_MODE"
 RECIPE_CACHE = "PT_HPU_RECIPE_CACHE_CONFIG"
+LOGS = "HABANA_LOGS"
 PREFIXES = ("PT_", "HABANA_")
 MARK = "LANTERN_HPU_FLAGS"  # what `prepare_flags` set, as JSON: not to be taken for the user's
 
@@ -161,6 +185,7 @@ MARK = "LANTERN_HPU_FLAGS"  # what `prepare_flags` set, as JSON: not to be taken
 DEV = Path("/dev")
 DRIVER = Path("/sys/module/habanalabs/version")
 MOUNTS = Path("/proc/self/mounts")
+DEFAULT_LOGS = Path("/var/log/habana_logs")
 SMI = "hl-smi"
 SMI_SECONDS = 5.0
 IDLE_MIB = 2048  # an idle card reports several hundred MiB of its own
@@ -306,6 +331,10 @@ def _wanted(lazy: bool, env: Mapping[str, str], release: Release) -> Iterator[Fl
     if folder is not None:
         kept = "compiled recipes are kept for the next run"
         yield FlagSetting(RECIPE_CACHE, folder, kept, "empty compiles at each start")
+    logs = log_folder()
+    if logs is not None:
+        writes = "the runtime writes its logs there, and ends the process where it cannot"
+        yield FlagSetting(LOGS, logs, writes, f"without it they go to {DEFAULT_LOGS}")
     if lazy and _world_size(env) > 1:
         several = "HPU graphs on several cards need it"
         off = "false ends a capture at the first collective"
@@ -395,6 +424,7 @@ def checks() -> list[Check]:
         _check_visible(),
         _check_cards(),
         _check_recipes(),
+        _check_logs(),
     ]
 
 
@@ -527,6 +557,14 @@ def _check_recipes() -> Check:
     if folder is None:
         return Check("recipe cache", False, f"off: {why} (set {RECIPE_CACHE} to a local folder)")
     return Check("recipe cache", True, folder)
+
+
+def _check_logs() -> Check:
+    """Whether the runtime can write its logs."""
+    folder = os.environ.get(LOGS) or log_folder() or str(DEFAULT_LOGS)
+    wrong = unfit_logs(folder)
+    fix = f"{wrong}, which ends the process (set {LOGS} to a folder that is)"
+    return Check("logs", wrong is None, fix if wrong else folder)
 
 
 def _read(file: Path) -> str | None:

@@ -191,7 +191,7 @@ def gaudi_contract() -> Iterator[str]:
 def gaudi_flags() -> Iterator[tuple[str, ...]]:
     """(flag, value, why, what another value does, where it is set) of both releases and modes."""
     from lantern_hpu.backends.hpu import env
-    from lantern_hpu.backends.hpu.env import PLUGIN, RECIPE_CACHE, RELEASES, prepare_flags
+    from lantern_hpu.backends.hpu.env import LOGS, PLUGIN, RECIPE_CACHE, RELEASES, prepare_flags
 
     places: dict[tuple[str, ...], list[str]] = {}
     for release in RELEASES:
@@ -199,7 +199,7 @@ def gaudi_flags() -> Iterator[tuple[str, ...]]:
             with mock.patch.object(env, "version_of", {PLUGIN: release}.get):
                 settings = prepare_flags(mode, environ={"WORLD_SIZE": "2"}).settings
             for flag in settings:
-                value = "a folder" if flag.name == RECIPE_CACHE else flag.value
+                value = "a folder" if flag.name in (RECIPE_CACHE, LOGS) else flag.value
                 row: tuple[str, ...] = (f"`{flag.name}`", value, flag.why, flag.otherwise)
                 places.setdefault(row, []).append(f"{release} {kind}")
     for key, where in places.items():
