@@ -1,4 +1,4 @@
-"""One prompt drawn by several settings, each alone and at its own speed: figures, and an animation side by side.
+"""One prompt drawn by several settings, each alone: figures, and an animation of them side by side at their speeds.
 
 A setting warms up, and then draws while nothing else runs. The times at which tokens become known are recorded, and
 the animation shows the finished picture as far as it was known at each time.
@@ -86,16 +86,31 @@ def warm_up(pipeline: LanternPipeline, setting: Resolved, request: Request) -> N
     list(pipeline.stream(engine, [request], most=WARM_STEPS))
 
 
-def draw_run(pipeline: LanternPipeline, setting: Resolved, prompt: str, seed: int) -> Run:
+def draw_runs(
+    pipeline: LanternPipeline, settings: Sequence[Resolved], prompt: str, seed: int, turns: int
+) -> list[Run]:
+    """Each setting's fastest run of so many, which settings take in turns: all of them draw the same picture."""
+    fastest: dict[Resolved, Run] = {}
+    for _ in range(turns):
+        for setting in settings:
+            run = draw_run(pipeline, setting, prompt, seed, setting not in fastest)
+            if setting not in fastest or run.seconds < fastest[setting].seconds:
+                fastest[setting] = run
+    return list(fastest.values())
+
+
+def draw_run(
+    pipeline: LanternPipeline, setting: Resolved, prompt: str, seed: int, is_first: bool
+) -> Run:
     """Draw once, with a line that shows how far it is."""
     request = Request(prompt, seed, pipeline.model.sampling, setting.relaxation)
     total = pipeline.model.target.config.tokens
     times = list[tuple[float, int]]()
-    with ProgressBar(total, "token", desc=f"{setting}, warming up") as bar:
-        bar.refresh()
-        warm_up(pipeline, setting, request)
-        bar.set_description_str(str(setting))
-        bar.reset(total)
+    with ProgressBar(total, "token", desc=str(setting)) as bar:
+        if is_first:
+            bar.set_description_str(f"{setting}, warming up")
+            warm_up(pipeline, setting, request)
+            bar.set_description_str(str(setting))
 
         def note(event: Event) -> None:
             times.append((time.perf_counter(), event.tokens))

@@ -142,6 +142,16 @@ REFUSED: dict[str, dict[str, str]] = {
         "--num-images 0": "--num-images is 0",
         "--output binary.py/x.json": "binary.py",
     },
+    f"race --model MODEL {WHERE}": {
+        "--method scd@0": "--window is 0",
+        "--method magic": "unknown method 'magic'",
+        "--turns 0": "--turns is 0",
+        "--seed -1": "--seed is -1",
+        "--prompt ' '": "empty",
+        "--device abacus": "unknown device 'abacus'",
+        "--model llamagen-zz": "llamagen-zz",
+        "--output brackets": "brackets exists",
+    },
     f"evaluate {WHERE}": {
         "--method magic": "unknown method 'magic'",
         "--num-images 30": "--num-images is 30",

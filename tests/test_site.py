@@ -21,6 +21,7 @@ TUTORIAL = (DOCS / "tutorial.md").read_text(encoding="utf-8")
 SHORTER = {
     "fidelity": "--model tiny --method scd:lambda-5@8 --num-images 8 --draws 8 --timed 1".split(),
     "tune": "--model tiny --num-images 2".split(),
+    "race": ["--model", "tiny", "--prompt", "red cat"],
 }
 
 

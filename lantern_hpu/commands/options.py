@@ -40,6 +40,7 @@ RENAMED_OPTIONS = {
     "--images": "--num-images",
     "--methods": "--method",
     "--rows": "--method",
+    "--settings": "--method",
     "--trees": "--tree",
 }
 Group = argparse._ActionsContainer  # a parser, or a group of one

@@ -6,7 +6,7 @@ import os
 import re
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lantern_hpu.backends import BACKENDS, BYTES, get_backend
 from lantern_hpu.decode.memory import (
@@ -53,6 +53,7 @@ class Accelerator(NamedTuple):
         device: what runs it. memory: in bytes; None: that of the machine.
         bandwidth, rate: bytes and operations a second. source: of these figures.
         measured: reports in benchmarks/results by model, whose steps were measured on it.
+        large: the fastest lossless setting of LlamaGen-XL's sizes, and its speed against `ar`, of that report.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Accelerator(NamedTuple):
     rate: float
     source: str
     measured: dict[str, str] = {}
+    large: dict[str, Any] = {}
 
 
 @cache

@@ -20,7 +20,7 @@ from lantern_hpu.bench.report import heading
 from lantern_hpu.commands import options
 from lantern_hpu.core import check_prompt
 from lantern_hpu.errors import OutputError, exit_code
-from lantern_hpu.fields import IMAGE_PARAMS, option
+from lantern_hpu.fields import MAX_SEED, check_ranges, option
 from lantern_hpu.files import ASSETS, own_cache, sha256
 from lantern_hpu.methods.setting import Setting
 from lantern_hpu.results.tables import aligned
@@ -36,7 +36,8 @@ class RaceRequest:
     """What is drawn with which model, and where it goes."""
 
     prompt: str = option("a red balloon over green hills", "text to draw")
-    seed: int = option(2, "of the image", low=0)
+    seed: int = option(2, "of the image", low=0, high=MAX_SEED)
+    turns: int = option(1, "times that each setting draws, in turns; the fastest counts", low=1)
     model: str = option(
         "llamagen-xl",
         f"a model, or sizes that the embedded one is widened to: {', '.join(LLAMAGEN)}",
@@ -47,7 +48,7 @@ class RaceRequest:
 
     def __post_init__(self) -> None:
         check_prompt(self.prompt)
-        IMAGE_PARAMS["seed"].check(self.seed)
+        check_ranges(self)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -87,10 +88,10 @@ def race(
     loaded = LanternPipeline.from_pretrained(model_of(asked.model), **vars(device))
     with closing(loaded) as pipeline, staged(asked.output) as folder:
         resolved = list(dict.fromkeys(pipeline.resolve(setting) for setting in settings))
-        runs = [race.draw_run(pipeline, setting, asked.prompt, asked.seed) for setting in resolved]
+        runs = race.draw_runs(pipeline, resolved, asked.prompt, asked.seed, asked.turns)
         ar = next((run for run in runs if run.setting.method == "ar"), None)
         rows = [run.as_json(ar) for run in runs]
-        about = {"prompt": asked.prompt, "seed": asked.seed, "rows": rows}
+        about = {"prompt": asked.prompt, "seed": asked.seed, "turns": asked.turns, "rows": rows}
         race.write_race(folder, runs, heading("lantern_hpu.race", pipeline, argv) | about)
     found = race.table(rows)
     return aligned([found.head, *found.lines]).replace("`", "")

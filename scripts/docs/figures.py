@@ -1,11 +1,13 @@
-"""Tables and the chart of speeds in the pages, made from raw files of `bench`, `evaluate` and `measure.frontier`.
+"""Tables and charts of speeds in the pages, made from raw files of `bench`, `race`, `evaluate` and `measure.frontier`.
 
-    python -m scripts.docs.figures            # rewrite the tables between their marks, and docs/images/speed.png
+    python -m scripts.docs.figures            # rewrite the tables between their marks, the status and the charts
     python -m scripts.docs.figures --check    # exit with 1 if a page has other figures than its raw file
+    lantern-hpu race --turns 3 --output race
+    python -m scripts.docs.figures --race race    # with another race on the front page
 
 A page marks a table with the comments `figures: FILE.json` and `end of figures`; the file lies in
 benchmarks/results. After it a graph mode may follow, in place of the best one, `batches` for a column a batch size,
-`pictures` for what `evaluate` measured, or `tv` for what `scripts.measure.frontier` did.
+`pictures` for what `evaluate` measured, `tv` for what `scripts.measure.frontier` did, or `race`.
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from lantern_hpu.bench.columns import relaxed_name
@@ -23,10 +27,12 @@ from lantern_hpu.files import write_file
 from lantern_hpu.methods.relaxation import read_relaxation
 from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.results.tables import markdown
-from lantern_lab import plots
+from lantern_lab import plots, race
+from lantern_lab.compare import in_numbers
 from scripts import ROOT
 
-RESULTS = ROOT / "benchmarks" / "results"
+RESULTS, IMAGES = ROOT / "benchmarks" / "results", ROOT / "docs" / "images"
+RACE = "race.json"  # the front page's
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 MARKED = re.compile(
     r"(<!-- figures: (\S+)(?: (\w+))? -->\n)(.*?)(<!-- end of figures -->)", re.DOTALL
@@ -44,6 +50,16 @@ PANELS: dict[str, dict[str, tuple[str, ...]]] = {
         "2 cores, AVX512-BF16": ("embedded-avx512.json",),
     },
 }
+
+PEERS = "peers-xl.json"  # milliseconds of a pass by other programs, on the first of these machines
+# Machines of the front page's chart, and files of LlamaGen-XL's sizes that were measured on each
+MINUTES: dict[str, tuple[str, ...]] = {
+    "2 cores, AVX512-BF16": ("xl-avx512.json", "xl-tv.json"),
+    "2 cores, limited to AVX2": ("xl-avx2-limited.json",),
+    "2 cores with AMX, version 0.2": ("xl-amx-default.json", "xl-amx-relaxed.json"),
+    "NVIDIA H200": ("xl-h200.json", "xl-h200-batches.json"),
+}
+COST = 0.1  # total variation a token, at most, of the chart's relaxed setting
 
 
 def read(file: str) -> dict[str, Any]:
@@ -77,7 +93,7 @@ def table(file: str, graphs: str | None = None) -> str:
     head = "setting | lossless | s an image | tokens a step | ms a step | speed against `ar`"
     lines = []
     for ratio, row in sorted(speeds(file, graphs), key=lambda pair: -pair[0]):
-        exact = "no" if read_relaxation(row["relaxation"]).active else "yes"
+        exact = "no" if is_relaxed(row) else "yes"
         times = f"{row['p50_seconds_per_image']:.3g}", f"{row['tokens_per_step']:.2f}"
         step = f"{row['p50_ms_per_step']:.3g}", f"{ratio:.2f}"
         lines.append([f"`{label_of(row)}`", exact, *times, *step])
@@ -127,7 +143,13 @@ def tv_table(file: str) -> str:
     return markdown(["setting", "tokens a step", "TV a token"], lines)
 
 
+def race_table(file: str) -> str:
+    """What a race measured."""
+    return race.table(read(file)["rows"]).markdown()
+
+
 MAKERS: dict[str | None, Callable[[str], str]] = {
+    "race": race_table,
     "batches": batches_table,
     "pictures": pictures_table,
     "tv": tv_table,
@@ -141,36 +163,133 @@ def rewritten(text: str) -> str:
         mark, file, how, _, end = match.groups()
         return f"{mark}{MAKERS.get(how, partial(table, graphs=how))(file)}\n{end}"
 
-    return MARKED.sub(make, text)
+    return with_status(MARKED.sub(make, text))
 
 
-def chart() -> bytes:
-    """Speed by setting, one colour a machine, with a line at `ar`."""
+def with_status(text: str) -> str:
+    """The front page's status, with the speeds of its race and of the card's raw file."""
+    best: dict[bool, float] = {}
+    for row in read(RACE)["rows"]:
+        best[row["lossless"]] = max(best.get(row["lossless"], 0), row["times_ar"])
+    card = max(ratio for ratio, row in speeds("xl-h200.json") if not is_relaxed(row))
+    text = re.sub(
+        r"(AVX512-BF16: )[\d.]+( lossless, relaxed )[\d.]+",
+        rf"\g<1>{best[True]:.2f}\g<2>{best[False]:.2f}",
+        text,
+    )
+    return re.sub(r"(H200: )[\d.]+( lossless)", rf"\g<1>{card:.2f}\g<2>", text)
+
+
+def is_relaxed(row: dict[str, Any]) -> bool:
+    return read_relaxation(row["relaxation"]).active
+
+
+def take_race(folder: Path) -> None:
+    """The raw file and the animation of a race, in place of those of the front page."""
+    write_file(RESULTS / RACE, (folder / RACE).read_bytes(), force=True)
+    write_file(IMAGES / "race.gif", (folder / "race.gif").read_bytes(), force=True)
+
+
+# ------------------------------------------------------------------------------------ charts
+
+
+def minutes(files: Sequence[str], peers: bool) -> dict[str, tuple[float, str]]:
+    """Images a minute by what draws them, each with its setting, as far as they were measured.
+
+    Those of other programs are of as many passes over one token as an image has tokens, without prompt and pixels.
+    """
+    result = {}
+    if peers:
+        tokens = read(files[0])["sizes"]["tokens"]
+        for program in ("transformers", "llama.cpp"):
+            result[program] = 60_000 / (read(PEERS)["ms"][program]["1"] * tokens), ""
+    rows = [row for file in files for _, row in speeds(file)]
+    kinds = {
+        "this package, ar": [row for row in rows if row["method"] == "ar"][:1],
+        "best lossless setting": [row for row in rows if not is_relaxed(row)],
+        f"best at TV {COST:g} a token": [
+            row for row in rows if is_relaxed(row) and (row.get("tv_per_token") or 1) <= COST
+        ],
+    }
+    for kind, found in kinds.items():
+        if found:
+            row = min(found, key=lambda row: row["p50_seconds_per_image"])
+            result[kind] = 60 / row["p50_seconds_per_image"], label_of(row)
+    return result
+
+
+def minutes_chart() -> bytes:
+    """Images a minute at LlamaGen-XL's sizes: a panel a machine, a bar for each of what may draw them."""
+    kinds = [*minutes(MINUTES["2 cores, AVX512-BF16"], True)]
     with plots.in_style("compare"):
-        figure, axes = plots.panels(9, 4.6, columns=len(PANELS), sharey=False)
-        for panel, (title, machines) in zip(axes, PANELS.items(), strict=True):
-            draw_panel(panel, title, machines)
-        plots.legend_under(figure, axes[0], 3)
+        figure, axes = plots.panels(9.6, 4.2, columns=2, rows=2)
+        for panel, (title, files) in zip(axes, MINUTES.items(), strict=True):
+            found = minutes(files, panel is axes[0])
+            draw_minutes(panel, title, kinds, found)
         return plots.saved(figure, "png")
 
 
-def draw_panel(panel: Any, title: str, machines: dict[str, tuple[str, ...]]) -> None:
-    """A line for each setting, with a point for each machine that it was measured on."""
-    found = {
-        machine: {label_of(row): ratio for f in files for ratio, row in speeds(f)}
+def draw_minutes(
+    panel: Any, title: str, kinds: list[str], found: dict[str, tuple[float, str]]
+) -> None:
+    """A bar for each kind, or words where it was not measured."""
+    rates = [found[kind][0] if kind in found else 0 for kind in kinds]
+    labels = [f"{found[k][0]:.3g}  {found[k][1]}" if k in found else "not measured" for k in kinds]
+    colors = ["#999999" if "this" not in kind and "best" not in kind else "C0" for kind in kinds]
+    panel.bar_label(panel.barh(kinds, rates, color=colors), labels, padding=4)
+    panel.set_ylim(len(kinds) - 0.5, -0.5)
+    panel.set_xlim(0, max(rates) * 2.1)
+    panel.grid(axis="y", visible=False)
+    panel.set_xlabel("images a minute")
+    panel.set_title(title)
+
+
+def chart() -> bytes:
+    """Speed by setting, one colour a machine, with a line at `ar`; settings in one order, by method and length."""
+    found = {title: ratios_of(machines) for title, machines in PANELS.items()}
+    best: dict[str, float] = {}
+    for ratios in (each for panel in found.values() for each in panel.values()):
+        for label, ratio in ratios.items():
+            best[label] = max(best.get(label, 0), ratio)
+    order = sorted((label for label in best if best[label] >= 1), key=place_of, reverse=True)
+    losers = ", ".join(sorted(best.keys() - {*order}, key=place_of))
+    with plots.in_style("compare"):
+        figure, axes = plots.panels(9, 5.6, columns=len(PANELS))
+        for panel, (title, machines) in zip(axes, found.items(), strict=True):
+            draw_panel(panel, title, machines, order)
+        axes[0].set_yticks(range(len(order)), order)
+        figure.supxlabel(fill(f"slower than ar wherever measured: {losers}", 110), fontsize=8)
+        axes[1].legend(*axes[0].get_legend_handles_labels(), loc="upper right", fontsize=8)
+        return plots.saved(figure, "png")
+
+
+def ratios_of(machines: dict[str, tuple[str, ...]]) -> dict[str, dict[str, float]]:
+    """Speeds by machine and setting, without `ar` itself."""
+    return {
+        machine: {
+            label_of(row): ratio for f in files for ratio, row in speeds(f) if row["method"] != "ar"
+        }
         for machine, files in machines.items()
     }
-    for ratios in found.values():
-        del ratios["ar"]
-    settings = dict.fromkeys(label for ratios in found.values() for label in ratios)
-    order = sorted(settings, key=lambda label: max(r.get(label, 0) for r in found.values()))
-    for machine, ratios in found.items():
+
+
+def place_of(label: str) -> Any:
+    """Sorts settings by method as the tables of methods have them, then by relaxation and length."""
+    method = re.split("[:@]", label)[0]
+    return list(METHODS).index(method), in_numbers(label)
+
+
+def draw_panel(
+    panel: Any, title: str, machines: dict[str, dict[str, float]], order: list[str]
+) -> None:
+    """A line for each setting, with a point for each machine that it was measured on."""
+    for machine, ratios in machines.items():
         index = MACHINES.index(machine)
-        places = [order.index(label) for label in ratios]
+        shown = {label: ratio for label, ratio in ratios.items() if label in order}
+        places = [order.index(label) for label in shown]
         look = {"color": f"C{index}", "marker": plots.MARKERS[index], "linestyle": "none"}
-        panel.plot(list(ratios.values()), places, label=machine, markersize=7, **look)
+        panel.plot(list(shown.values()), places, label=machine, markersize=7, **look)
     panel.axvline(1, color="black", linewidth=0.8)
-    panel.set_yticks(range(len(order)), order)
     panel.set_ylim(-0.7, len(order) - 0.3)
     panel.set_xlim(0, 2.2)
     panel.set_xlabel("speed against ar on the same machine")
@@ -182,7 +301,11 @@ def main() -> int:
         description="Make the tables and the chart of the pages again."
     )
     parser.add_argument("--check", action="store_true", help="change nothing; 1 if a page differs")
-    check, wrong = parser.parse_args().check, []
+    parser.add_argument("--race", type=Path, help="a folder that `lantern-hpu race` wrote")
+    args = parser.parse_args()
+    check, wrong = args.check, []
+    if args.race:
+        take_race(args.race)
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         if rewritten(text) != text:
@@ -190,7 +313,8 @@ def main() -> int:
             if not check:
                 write_file(page, rewritten(text).encode(), force=True)
     if not check:
-        write_file(ROOT / "docs" / "images" / "speed.png", chart(), force=True)
+        write_file(IMAGES / "speed.png", chart(), force=True)
+        write_file(IMAGES / "minutes.png", minutes_chart(), force=True)
     print(f"{'differ' if check else 'rewritten'}: {', '.join(wrong) or 'none'}")
     return int(check and bool(wrong))
 

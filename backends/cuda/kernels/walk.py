@@ -262,7 +262,19 @@ def traverse_kernel(
         chance = tl.load(numbers + node)
         if tl.load(child + node * widest) > 0:
             _, chance = tried(
-                p_probs, q_probs, node, tokens, child, row, tv, numbers, nodes, widest, V, BLENDED, BLOCK
+                p_probs,
+                q_probs,
+                node,
+                tokens,
+                child,
+                row,
+                tv,
+                numbers,
+                nodes,
+                widest,
+                V,
+                BLENDED,
+                BLOCK,
             )
         tl.store(numbers + nodes + node, chance)
     tl.debug_barrier()
@@ -275,7 +287,19 @@ def traverse_kernel(
     chance = tl.load(numbers + nodes + stop)
     if tl.load(child + stop * widest) > 0:
         p, _ = tried(
-            p_probs, q_probs, stop, tokens, child, row, tv, numbers, nodes, widest, V, BLENDED, BLOCK
+            p_probs,
+            q_probs,
+            stop,
+            tokens,
+            child,
+            row,
+            tv,
+            numbers,
+            nodes,
+            widest,
+            V,
+            BLENDED,
+            BLOCK,
         )
         index = tl.arange(0, BLOCK)
         tl.store(left_out + image * V + index, p, mask=index < V)
