@@ -8,19 +8,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from lantern_hpu import LanternPipeline
-from lantern_hpu.commands import generate, plan
+from lantern_hpu.commands import generate, pixels, plan
 from lantern_hpu.errors import WeightsError
 from lantern_hpu.models.files.load import open_model
 from lantern_hpu.models.files.names import PartOverrides
 from lantern_hpu.zoo.find import find_parts
+from tests.tiny import tiny_config
 
 State = dict[str, Tensor]
+Draw = Callable[..., int | str]
 Change = Callable[[State, str], None]
 JANUS = "janus-pro"
 ENDING = len("weight")
@@ -150,15 +153,14 @@ def test_weights_of_a_quantised_copy_that_are_whole_again_are_read(
 def test_models_for_llama_cpp_are_named(bare: Path, public: Path) -> None:
     file = bare / "janus-pro-1b-Q4_K_M.gguf"
     file.write_bytes(b"GGUF" + bytes(200))
-    cases: tuple[tuple[Path, dict[str, Any]], ...] = (
-        (bare, {}),
-        (file, {}),
-        (public / JANUS, {"drafter": str(file)}),
-        (public / JANUS, {"drafter": str(bare)}),
-    )
-    for model, given in cases:
+    for model, drafter in (
+        (bare, None),
+        (file, None),
+        (public / JANUS, str(file)),
+        (public / JANUS, str(bare)),
+    ):
         with pytest.raises(WeightsError, match=r"gguf is quantised by llama.cpp"):
-            open_model(find_parts(str(model), PartOverrides(**given)))
+            open_model(find_parts(str(model), PartOverrides(drafter)))
 
 
 def test_every_surface_says_that_a_copy_is_quantised(
@@ -243,3 +245,128 @@ def test_the_weights_of_a_trainers_folder_are_read(trainer: str, public: Path, b
         find_parts(str(bare))
     shutil.copy(public / JANUS / "pytorch_model.bin", bare)
     assert open_model(find_parts(str(bare))).config.target.dim == 32
+
+
+# ------------------------------------------------------------------------------------ codes of other programs
+
+SIDE = tiny_config().grid[0]
+CODES = (
+    16 + np.arange(SIDE * SIDE, dtype=np.int64)[None] % 16
+)  # of one picture, up to the last of 32
+GRID = CODES.reshape(SIDE, SIDE)
+IMAGE = torch.from_numpy(CODES)
+NO_PICTURE = "of another model"
+
+SAVED: dict[
+    str, tuple[str, Any, int | str]
+] = {  # file, content, and how many pictures or what is said
+    "LlamaGen's of a caption": ("t2i.npy", CODES, 1),
+    "LlamaGen's of a class, by crops": ("c2i.npy", CODES[None].repeat(10, 1), 10),
+    "one row": ("row.npy", CODES[0], 1),
+    "a grid": ("grid.npy", GRID, 1),
+    "grids": ("grids.npy", GRID[None].repeat(3, 0), 3),
+    "grids by crops": ("crops.npy", GRID[None, None].repeat(2, 0), 2),
+    "bytes": ("bytes.npy", CODES.astype(np.uint8), 1),
+    "savez without a name": ("arr.npz", {"arr_0": CODES}, 1),
+    "savez of another name": ("named.npz", {"codes": GRID, "label": np.asarray([3])}, 1),
+    "a tensor": ("janus.pt", IMAGE.int(), 1),
+    "a tensor on a long path": ("t.pth", IMAGE[None].expand(4, -1, -1).contiguous(), 4),
+    "a list of tensors": ("list.pt", [IMAGE, IMAGE], 2),
+    "a list of grids": ("grids.pt", [IMAGE.view(SIDE, SIDE)] * 3, 3),
+    "a list of numbers": ("numbers.pt", CODES[0].tolist(), 1),
+    "lists of numbers": ("rows.pt", CODES.repeat(2, 0).tolist(), 2),
+    "Emu3's": ("emu3.pth", {"name": "0", "images": IMAGE.view(SIDE, SIDE), "texts": "an apple"}, 1),
+    "a dictionary with a list": ("d.bin", {"tokens": [IMAGE, IMAGE], "seed": 3}, 2),
+    "safetensors": ("t.safetensors", {"tokens": IMAGE}, 1),
+    "safetensors of another name": ("c.safetensors", {"x": IMAGE.int(), "y": IMAGE.float()}, 1),
+    "too few": ("few.npy", CODES[:, :-1], NO_PICTURE),
+    "pictures of another size": ("small.npy", CODES.reshape(2, -1), NO_PICTURE),
+    "crops of another size": ("crops.npy", CODES.reshape(1, 2, -1), "expected a row of"),
+    "beyond the codes": ("beyond.pt", IMAGE + 1, "its codes from 0 to 31"),
+    "below the codes": ("below.npy", CODES - 17, "its codes from 0 to 31"),
+    "more than 63 bits": ("large.npy", CODES.astype(np.uint64) + 2**63, "its codes from 0 to 31"),
+    "fractions": ("half.npy", CODES / 2, "of float64"),
+    "truths": ("bool.npy", CODES > 3, "of bool"),
+    "nothing": ("none.npy", CODES[:0], "expected a row of"),
+    "two that fit": ("two.pth", {"a": IMAGE, "b": IMAGE}, "a [1, "),
+    "a list of two sizes": ("uneven.pt", [IMAGE, IMAGE[:, 1:]], "it has none"),
+    "weights": ("w.safetensors", {"weight": torch.ones(2, 2)}, "it has none"),
+    "what would run code": ("array.pt", {"codes": CODES}, "would run code"),
+    "objects": ("objects.npy", np.asarray([{}, {}]), "cannot read tokens"),
+    "another ending": ("tokens.txt", b"1 2 3", "cannot read tokens"),
+    "another program's file": ("damaged.pt", b"\x80\x02not a pickle", "cannot read"),
+}
+
+
+def save(file: Path, content: Any) -> Path:
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    elif file.suffix == ".npy":
+        np.save(file, content)
+    elif file.suffix == ".npz":
+        np.savez(file, **content)
+    elif file.suffix == ".safetensors":
+        save_file(content, file)
+    else:
+        torch.save(content, file)
+    return file
+
+
+@pytest.fixture
+def pictures(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Draw:
+    """How many pictures `pixels` makes of a file, or its error."""
+
+    def draw(path: Path, name: str | Path = model) -> int | str:
+        out = tmp_path / "out"
+        code = pixels.main([str(path), "--model", str(name), "--output", f"{out}/", "--force"])
+        said = capsys.readouterr().err
+        made = len(list(out.glob("*.png")))
+        assert "Traceback" not in said and (code == 0) == bool(made)
+        return made if code == 0 else said
+
+    return draw
+
+
+@pytest.mark.parametrize("kind", SAVED)
+def test_codes_become_pictures_or_an_error_about_them(
+    kind: str, pictures: Draw, tmp_path: Path
+) -> None:
+    name, content, wanted = SAVED[kind]
+    seen = pictures(save(tmp_path / name, content))
+    assert seen == wanted if isinstance(wanted, int) else wanted in str(seen)
+
+
+def test_a_folder_of_codes_is_read_in_the_order_of_its_numbers(
+    model: Path, pictures: Draw, tmp_path: Path
+) -> None:
+    folder, whole = tmp_path / "codes", tmp_path / "all.npy"
+    folder.mkdir()
+    rows = [np.roll(CODES, i) for i in range(12)]
+    for i, row in enumerate(rows):
+        save(folder / f"{i}.npy", row)
+    (folder / "log.txt").write_text("done")
+    assert pictures(folder) == 12
+    seen = [file.read_bytes() for file in sorted((tmp_path / "out").glob("*.png"))]
+    assert pictures(save(whole, np.concatenate(rows))) == 12
+    assert seen == [file.read_bytes() for file in sorted((tmp_path / "out").glob("*.png"))]
+    shutil.rmtree(tmp_path / "out")
+    save(folder / "7.npy", CODES[:, 1:])
+    assert "7.npy are of another model" in str(pictures(folder))
+    for file in folder.glob("*.npy"):
+        file.unlink()
+    assert "holds no tokens" in str(pictures(folder))
+
+
+def test_codes_of_a_model_whose_rows_are_closed_come_without_what_closes_them(
+    public: Path, pictures: Draw, tmp_path: Path
+) -> None:
+    """As Emu3's own tools save them."""
+    config = open_model(find_parts(str(public / "emu3"))).config.target
+    codes = torch.randint(0, config.codes, config.grid)
+    assert config.row_ends
+    closed = np.pad(codes.numpy(), ((0, 0), (0, 1)), constant_values=config.vocab_size - 1)
+    made = set()
+    for content in ({"images": codes}, codes[None], codes.flatten(), torch.from_numpy(closed)):
+        assert pictures(save(tmp_path / "emu3.pth", content), public / "emu3") == 1
+        made.add(next((tmp_path / "out").glob("*.png")).read_bytes())
+    assert len(made) == 1

@@ -144,7 +144,7 @@ def test_tokens_that_do_not_fit_are_refused(
     cases = {
         tmp_path / "none.npz": "No such file",
         half: "cannot read tokens",
-        write(tmp_path / "a.npz", codes=tokens): "holds no `tokens`",
+        write(tmp_path / "a.npz", codes=tokens, others=tokens): "expected one array of",
         write(tmp_path / "b.npz", tokens=tokens / 2): "of float64",
         write(tmp_path / "c.npz", tokens=tokens[:, 1:]): "of another model",
         write(tmp_path / "d.npz", tokens=tokens + 30): "its codes from 0 to 31",

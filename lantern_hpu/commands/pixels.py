@@ -9,9 +9,11 @@ The pictures are those that `generate` makes of these tokens, and carry what the
 from __future__ import annotations
 
 import argparse
+import os
+import re
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +21,9 @@ from numpy.typing import NDArray
 from lantern_hpu.backends import DeviceOptions, get_backend, prepare
 from lantern_hpu.commands import options
 from lantern_hpu.errors import OptionError, WeightsError, exit_code
-from lantern_hpu.files import check_free, reported_as, write_file
+from lantern_hpu.files import check_content, check_free, check_regular, reported_as, write_file
 from lantern_hpu.models.config import TransformerConfig
-from lantern_hpu.models.files.names import VQ, PartOverrides
+from lantern_hpu.models.files.names import PICKLES, SAFE, VQ, PartOverrides
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -30,11 +32,14 @@ if TYPE_CHECKING:
     from lantern_hpu.results.saved_tokens import SavedTokens
 
 
+CONTAINERS = (".npy", ".npz", SAFE, *PICKLES)
+
+
 def make_parser() -> argparse.ArgumentParser:
     about = "Decode saved tokens to images."
     parser = options.Parser("lantern-hpu pixels", description=about)
     add = parser.add_argument
-    tokens = "tokens of `generate --save-tokens`, or a .npy"
+    tokens = "tokens of `generate --save-tokens`, or codes: .npy, .npz, .pt, .safetensors, a folder"
     add("tokens", type=options.file_path, metavar="TOKENS.npz", help=tokens)
     add("--model", default="builtin", help="model that the tokens are of (builtin)")
     output = "a .png file, or a folder (out)"
@@ -43,6 +48,100 @@ def make_parser() -> argparse.ArgumentParser:
     options.add_fields(parser, PartOverrides)
     options.add_device_options(parser, graphs=False)
     return parser
+
+
+def read_tokens(path: Path, config: TransformerConfig) -> SavedTokens:
+    """The tokens of a file, or of all files of a folder in the order of the numbers in their names.
+
+    Raises:
+        OptionError, WeightsError: they cannot be read.
+    """
+    from lantern_hpu.results.saved_tokens import SavedTokens
+
+    if not path.is_dir():
+        return read_file(path, config)
+    files = [file for file in path.iterdir() if file.suffix in CONTAINERS]
+    files.sort(key=lambda file: [part.zfill(20) for part in re.split(r"(\d+)", file.name)])
+    if not files:
+        raise OptionError(f"{path} holds no tokens", f"expected {', '.join(CONTAINERS)}")
+    parts = [read_file(file, config) for file in files]
+    for part, file in zip(parts, files, strict=True):
+        check_tokens(part.tokens, config, file)
+    tokens = np.concatenate([part.tokens for part in parts])
+    prompts = [prompt for part in parts for prompt in part.prompts]
+    return SavedTokens(tokens, prompts, [about for part in parts for about in part.metadata])
+
+
+def read_file(path: Path, config: TransformerConfig) -> SavedTokens:
+    from lantern_hpu.models.files.checkpoint import some_names
+    from lantern_hpu.results.saved_tokens import of_arrays
+
+    held = held_arrays(path)
+    fitting = {name: fit for name in held if (fit := picture_rows(held[name], config)) is not None}
+    if "tokens" in held:
+        return of_arrays(held | {"tokens": fitting.get("tokens", held["tokens"])}, path)
+    if len(held) == 1 or len(fitting) == 1:
+        return of_arrays({"tokens": next(iter((fitting or held).values()))}, path)
+    rows, columns = config.grid
+    found = some_names(f"{name} {list(array.shape)}" for name, array in held.items())
+    why = f"expected one array of {config.tokens} or {rows} x {columns} codes a picture"
+    raise OptionError(f"cannot read tokens from {path}", f"{why}, it has {found or 'none'}")
+
+
+def held_arrays(path: Path) -> dict[str, NDArray[Any]]:
+    """The arrays of a file by name, of a file of torch those of whole numbers; `codes` is the one of no name."""
+    from lantern_hpu.models.files.checkpoint import load_pickle, open_safetensors
+    from lantern_hpu.results.saved_tokens import read_arrays
+
+    if path.suffix not in (SAFE, *PICKLES):
+        return read_arrays(path)
+    check_regular(path)
+    check_content(path)
+    if path.suffix == SAFE:
+        stored = open_safetensors(path)
+        content: Any = {name: stored.read(name) for name in stored.shapes}
+    else:
+        content = load_pickle(path)
+    content = content if isinstance(content, dict) else {"codes": content}
+    with reported_as(f"cannot read tokens from {path}"):
+        arrays = {str(name): as_array(value) for name, value in content.items()}
+    return {name: array for name, array in arrays.items() if array is not None}
+
+
+def as_array(value: Any, depth: int = 4) -> NDArray[np.int64] | None:
+    """The whole numbers of a tensor, or of lists of equal ones; None for anything else."""
+    from torch import Tensor
+
+    from lantern_hpu.models.files.checkpoint import is_plain
+
+    if isinstance(value, Tensor) and is_plain(value):
+        known = not (value.is_floating_point() or value.is_complex())
+        return value.numpy().astype(np.int64) if known else None
+    if isinstance(value, list | tuple) and depth:
+        parts = [as_array(part, depth - 1) for part in value]
+        arrays = [part for part in parts if part is not None]
+        equal = len({part.shape for part in arrays}) == 1 and len(arrays) == len(parts)
+        return np.stack(arrays) if equal else None
+    return np.asarray(value) if type(value) is int else None
+
+
+def picture_rows(array: NDArray[Any], config: TransformerConfig) -> NDArray[np.int64] | None:
+    """Tokens [images, N] of [..., N] or [..., rows, columns]; None where they do not fit.
+
+    What closes a row is added where codes lack it.
+    """
+    if array.dtype.kind not in "iu":
+        return None
+    rows, columns = config.grid
+    grids = array.astype(np.int64)
+    if array.shape[-1:] == (config.tokens,):
+        return grids.reshape(-1, config.tokens)
+    if array.shape[-1:] == (rows * columns,):
+        grids = grids.reshape(-1, rows, columns)
+    if config.row_ends and grids.shape[-2:] == (rows, columns):
+        grids = np.insert(grids, columns, config.vocab_size - 1, axis=-1)
+    fits = grids.shape[-2:] == (rows, config.columns)
+    return grids.reshape(-1, config.tokens) if fits else None
 
 
 def check_tokens(tokens: NDArray[np.int64], config: TransformerConfig, file: Path) -> None:
@@ -125,12 +224,10 @@ def decode_saved(args: argparse.Namespace) -> str:
     """The whole command after parsing. -> what was done"""
     from lantern_hpu.results.outputs import image_files
     from lantern_hpu.results.png import encode, with_metadata
-    from lantern_hpu.results.saved_tokens import read_saved_tokens
 
     given, device = options.from_args(PartOverrides, args), options.from_args(DeviceOptions, args)
-    saved = read_saved_tokens(args.tokens)
-    files, _ = image_files(args.output, saved.prompts, False)
-    check_free(files, args.force)
+    if not os.path.exists(args.tokens):
+        raise OptionError(f"cannot read {args.tokens}", "No such file or folder")
     prepare(device.device, "eager")
     from tqdm import tqdm
 
@@ -139,6 +236,9 @@ def decode_saved(args: argparse.Namespace) -> str:
 
     opened = open_model(find_parts(args.model, given, optional=("text",)))
     opened.check_pictures()
+    saved = read_tokens(args.tokens, opened.config.target)
+    files, _ = image_files(args.output, saved.prompts, False)
+    check_free(files, args.force)
     make = decoded if opened.pixels is None else diffused
     named = zip(tqdm(files, unit="image"), saved.metadata, strict=True)
     # Files last, so that what makes the pictures is given back once all are made

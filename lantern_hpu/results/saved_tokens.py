@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,11 @@ def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
 
 def read_saved_tokens(path: Path) -> SavedTokens:
     """A .npz with `tokens` [images, N], `prompts` and `metadata` if it has them; or a .npy of tokens alone."""
-    held = read_arrays(path)
+    return of_arrays(read_arrays(path), path)
+
+
+def of_arrays(held: Mapping[str, NDArray[Any]], path: Path) -> SavedTokens:
+    """The same from the arrays of a file."""
     try:
         tokens = np.atleast_2d(held["tokens"])
         prompts = [str(text) for text in held.get("prompts", [""] * len(tokens))]

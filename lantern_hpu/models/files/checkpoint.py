@@ -225,6 +225,8 @@ def open_safetensors(path: Path) -> Checkpoint:
 def open_pickle(path: Path) -> Checkpoint:
     """One file of torch.save: weights under one of `CONTAINERS`, or alone."""
     content = load_pickle(path)
+    if not isinstance(content, dict):
+        raise WeightsError(f"{path} holds no weights", f"it is a {type(content).__name__}")
     within = [key for key in CONTAINERS if isinstance(content.get(key), dict)]
     holder, note = content[within[0]] if within else content, ""
     if len(within) > 1:
@@ -248,8 +250,8 @@ def is_plain(tensor: Tensor) -> bool:
     return dense and not (tensor.is_meta or tensor.is_neg() or tensor.is_quantized)
 
 
-def load_pickle(path: Path) -> dict[str, Any]:
-    """The dictionary of a file of torch.save; nothing in it may run code."""
+def load_pickle(path: Path) -> Any:
+    """What a file of torch.save holds; nothing in it may run code."""
     hint, broken = "a copy from its publisher", "damaged, cut off, or no file of torch.save"
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < PICKLES_SINCE:
         why = f"torch {torch.__version__} can be led to run code by it (CVE-2025-32434)"
@@ -260,11 +262,11 @@ def load_pickle(path: Path) -> dict[str, Any]:
         # Training scripts of LlamaGen store their arguments with the weights; a Namespace is only a record.
         with torch.serialization.safe_globals([argparse.Namespace]):
             try:
-                content = read(mmap=True)
+                return read(mmap=True)
             except RuntimeError as error:
                 if "mmap" not in str(error):  # files of torch before 1.6 cannot be mapped
                     raise
-                content = read()
+                return read()
     except pickle.UnpicklingError as error:
         if any(word in str(error) for word in CODE):
             kind = re.search(r"(?:GLOBAL|global:|class) ([\w.]*\.\w+)", str(error))
@@ -278,9 +280,6 @@ def load_pickle(path: Path) -> dict[str, Any]:
         raise WeightsError(f"cannot read {path}", broken, hint) from error
     except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
         raise WeightsError(f"cannot read {path}", broken, hint) from error
-    if not isinstance(content, dict):
-        raise WeightsError(f"{path} holds no weights", f"it is a {type(content).__name__}")
-    return content
 
 
 def some_names(names: Iterable[str]) -> str:
