@@ -51,7 +51,7 @@ def load_model(
     backend = get_backend(options.device, options.graphs)
     opened = open_model(find_parts(name, given, () if pictures else ("vq", "pixels")))
     if size is not None:
-        of_size(opened.config.target, size, name)
+        of_size(opened.config, size, name)
     if check is not None:
         check(opened)
     if pictures and opened.pixels is not None:

@@ -289,7 +289,7 @@ def test_nothing_is_overwritten_unasked(
     [
         ("a red cat on blue apple zebra", "longer than 4 words"),
         ("赤いりんご", "no word of it is known"),
-        ("zebra cat", "does not know: zebra"),
+        ("zebra cat", "does not know: zebra; it knows apple, blue, cat, on, red"),
     ],
 )
 def test_long_and_unknown_words_are_named(

@@ -310,6 +310,23 @@ def test_an_interrupt_ends_the_run_whose_callback_asked(pipeline: LanternPipelin
     assert len(pipeline(**how, callback_on_step_end=stops_first).images) < 3
 
 
+def test_what_was_finished_before_an_interrupt_is_kept(pipeline: LanternPipeline) -> None:
+    def stop(pipe: LanternPipeline, step: int, tokens: int, more: dict[str, Any]) -> None:
+        pipe._interrupt = tokens > pipe.model.target.config.tokens  # within the second image
+
+    result = pipeline(["cat", "apple", "red cat"], batch_size=1, callback_on_step_end=stop)
+    assert [record.prompt for record in result.records] == ["cat"] and len(result.images) == 1
+    assert result.images[0].tobytes() == pipeline("cat").images[0].tobytes()
+
+
+def test_a_model_of_one_size_takes_that_size(pipeline: LanternPipeline) -> None:
+    height, width = pipeline.model.config.image_size
+    asked = pipeline("cat", height=height, width=width)
+    assert asked.images[0].tobytes() == pipeline("cat").images[0].tobytes()
+    with pytest.raises(OptionError, match=f"generates one size, {width} x {height} pixels"):
+        pipeline("cat", height=2 * height, width=width)
+
+
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     torch.set_default_dtype(dtype)

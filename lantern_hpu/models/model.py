@@ -125,17 +125,20 @@ class EmptyModel:
         return [module.weight for module in modules if isinstance(module, nn.Linear)]
 
 
-def of_size(config: TransformerConfig, size: tuple[int, int], name: str) -> TransformerConfig:
-    """The config for pictures of this height and width in pixels.
+def of_size(model: ModelConfig, size: tuple[int, int], name: str) -> TransformerConfig:
+    """The target's config for pictures of this height and width in pixels.
 
     Raises:
         OptionError: the model of this name has no such size.
     """
     height, width = size
+    config, own = model.target, model.image_size
     pixels = config.code_pixels
     asked = words(Arg("height", height), Arg("width", width))
+    if not pixels and size == own:
+        return config
     if not pixels:
-        why = f"{name} generates one size"
+        why = f"{name} generates one size, {own[1]} x {own[0]} pixels"
         raise OptionError(words(asked, "cannot be used"), why, "leave them out")
     usual = Arg("height", 32 * pixels)
     step = pixels * config.grid_step
@@ -203,7 +206,7 @@ class ImageModel:
     def sized(self, size: tuple[int, int] | None) -> TransformerConfig:
         """The target's for pictures of a height and width in pixels; None: as the model has them."""
         config = self.target.config
-        return config if size is None else of_size(config, size, self.name)
+        return config if size is None else of_size(self.config, size, self.name)
 
     @property
     def knows_neighbours(self) -> bool:

@@ -76,7 +76,7 @@ def check_served(options: ServeOptions, opened: OpenedModel) -> None:
             raise lacks_drafter(opened.name, Arg("method", str(setting)))
     for size in options.sizes:
         try:
-            of_size(opened.config.target, size, opened.name)
+            of_size(opened.config, size, opened.name)
         except OptionError as error:
             asked = words(Arg("sizes", f"{size[1]}x{size[0]}"), "cannot be served")
             raise OptionError(asked, error.why, "leave it out") from error

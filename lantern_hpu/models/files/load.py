@@ -162,7 +162,7 @@ def open_model(parts: Parts) -> OpenedModel:
     height, width = (side * opened.code_pixels for side in config.target.grid)
     if parts.image_size and config.target.code_pixels:
         size = parts.image_size, parts.image_size
-        config = replace(config, target=of_size(config.target, size, parts.name))
+        config = replace(config, target=of_size(config, size, parts.name))
     elif parts.image_size not in (None, height):
         why = f"{parts.name} draws {width} x {height} pixels"
         what = words(Arg("image_size"), f"is {parts.image_size}")

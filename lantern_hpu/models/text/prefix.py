@@ -19,6 +19,7 @@ from lantern_hpu.models.config import ConditionConfig, TransformerConfig
 from lantern_hpu.ops.buffers import ToDevice, to_device
 
 ARTICLES = frozenset({"a", "an", "the"})
+MOST_WORDS = 100  # of a vocabulary that a warning names
 IMAGENET = ASSETS / "imagenet.txt"  # a class a line, by index: its name, then its synonyms
 
 
@@ -97,15 +98,23 @@ class WordConditioner(nn.Module, TextConditioner):
     def notes(self, prompt: str) -> list[str]:
         words = self.split(prompt)
         result = []
+        known = f"it knows {some_words(self.words)}"
         if not any(word in self.index for word in words[: self.positions]):
-            result.append("no word of it is known to this model, so it may draw anything")
+            why = "no word of it is known to this model, so it may draw anything"
+            result.append(f"{why}; {known}")
         if len(words) > self.positions:
             cut = " ".join(words[self.positions :])
             result.append(f"the prompt is longer than {self.positions} words; left out: {cut!r}")
         unknown = [w for w in words[: self.positions] if w not in self.index]
         if unknown and len(unknown) < len(words):
-            result.append(f"words this model does not know: {', '.join(unknown)}")
+            result.append(f"words this model does not know: {', '.join(unknown)}; {known}")
         return result
+
+
+def some_words(known: Sequence[str]) -> str:
+    """The words of a vocabulary, or the first ones of a large one."""
+    more = f" and {len(known) - MOST_WORDS} more" if len(known) > MOST_WORDS else ""
+    return ", ".join(known[:MOST_WORDS]) + more
 
 
 def class_index(text: str) -> int:
