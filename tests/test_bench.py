@@ -206,7 +206,11 @@ PUBLISHED = [
 @pytest.mark.parametrize("file", PUBLISHED, ids=lambda file: str(file.stem))
 def test_published_results_can_be_read(file: Path) -> None:
     report = read_report(file)
-    assert f"| {report['rows'][0]['method']} |" in tables(report)
+    shown = tables(report)
+    assert f"| {report['rows'][0]['method']} |" in shown
+    heads = [line for line in shown.splitlines() if line.startswith("| method |")]
+    assert heads and all(line.count("|") <= 13 for line in heads), "at most 12 columns"
+    assert "x ar: speed against ar" in shown  # what they mean
 
 
 # ------------------------------------------------------------------------------------ measuring
