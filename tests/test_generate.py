@@ -285,6 +285,30 @@ def test_nothing_is_overwritten_unasked(
 
 
 @pytest.mark.parametrize(
+    ("load", "more", "said"),
+    [
+        (0.1, (), "warming up\n"),
+        (99.0, (), "warming up: load 99 on"),
+        (99.0, ("--threads", "1"), "warming up\n"),
+    ],
+)
+def test_a_long_warm_up_shows_a_line_and_what_makes_it_slow(
+    model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    load: float,
+    more: tuple[str, ...],
+    said: str,
+) -> None:
+    monkeypatch.setattr("lantern_hpu.results.progress.SILENT", 0.0)
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
+    assert generate(model, "--prompt", "cat", "--output", tmp_path / "x.png", *more) == 0
+    shown = capsys.readouterr().err
+    assert said in shown and ("--threads 1 is faster now" in shown) == (": load" in said)
+
+
+@pytest.mark.parametrize(
     ("prompt", "said"),
     [
         ("a red cat on blue apple zebra", "longer than 4 words"),

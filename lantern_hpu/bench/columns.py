@@ -158,8 +158,8 @@ FIGURES: Columns = {
     "of floor": lambda row: percent(row.floor_ratio),
 }
 LEGEND = (
-    "s an image: mean, from prompt to pixels; p95: 95 % took no longer. x ar: speed against ar of the same graph mode and "
-    "batch. host: share of a step that the host takes. of floor: the least time of a step by the rates above, of ms a "
+    "s an image: mean, from prompt to pixels; p95: 95 % took no longer. x ar: speed against ar of the same graph mode "
+    "and batch. host: share of a step that the host takes. of floor: the least time of a step by the rates above, of ms a "
     "step. A written report has the rest."
 )
 

@@ -309,6 +309,9 @@ def other_weights(
 
 # ------------------------------------------------------------------------------------------- draw
 
+BUSY = (
+    2  # programs a core that want to run: waiting for one another costs threads more than they gain
+)
 ONE_BY_ONE = "note: ar draws several images together; --batch-size 1 draws one after the other, with speculation"
 
 
@@ -349,7 +352,11 @@ def draw(args: argparse.Namespace) -> GenerationResult | None:
         show_notes(pipeline, missing)
         files = [outputs.images[i] for i in left if outputs.images]
         keep = partial(keep_image, files, args.force, args.resume) if files else None
-        with closing(Bar(outputs.preview, args.preview_every)) as bar, pipeline.backend.errors():
+        slow = partial(warm_up_note, pipeline)
+        with (
+            closing(Bar(outputs.preview, args.preview_every, slow)) as bar,
+            pipeline.backend.errors(),
+        ):
             result = pipeline.draw(missing, setting, job.batch_size, bar, keep)
         if args.verbose:
             show_decided(pipeline, "threads")
@@ -470,6 +477,20 @@ def show_warm_up(result: GenerationResult) -> None:
     took = f"warm-up {result.timing.warmup_s:.1f} s: {graph['captures']} captures"
     if graph["captures"]:
         print(f"{took} by {graph['runner']}{memory}", file=sys.stderr)
+
+
+def warm_up_note(pipeline: LanternPipeline) -> str:
+    """What a warm-up that takes long says."""
+    return ": ".join(filter(None, ["warming up", busy_note(pipeline)]))
+
+
+def busy_note(pipeline: LanternPipeline) -> str:
+    """What slows a processor down that others use, and what helps; empty where nothing does."""
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    cores = os.cpu_count() or 1
+    if not pipeline.backend.is_host or pipeline.options.threads or load < BUSY * cores:
+        return ""
+    return f"load {load:.0f} on {cores} cores: --threads 1 is faster now"
 
 
 def show_gain(pipeline: LanternPipeline, setting: Resolved) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from lantern_hpu.results.images import grid
 from lantern_hpu.results.png import encode
 
 LINES = 4  # of a log, after the first
+SILENT = 2.0  # seconds of a warm-up that say nothing
 
 
 class ProgressBar(tqdm):
@@ -58,16 +61,30 @@ class ProgressBar(tqdm):
 class Bar:
     """Progress in image rows, and previews on the way."""
 
-    def __init__(self, preview: Path | None = None, every: int = 1, **options: Any) -> None:
+    def __init__(
+        self,
+        preview: Path | None = None,
+        every: int = 1,
+        slow: Callable[[], str] | None = None,
+        **options: Any,
+    ) -> None:
         """
         Args:
             preview: a file to draw into, after `every` rows. options: of tqdm.
+            slow: is asked for a line where the warm-up takes more than two seconds.
         """
         self.file, self.every, self.shown = preview, every, 0  # rows at the last preview
         self.bar = ProgressBar(unit="row", **options)
         self.bar.set_description_str("warming up")
+        self.waiting = threading.Timer(
+            SILENT, lambda: slow and self.bar.write(slow(), self.bar.out)
+        )
+        self.waiting.daemon = True
+        if slow:
+            self.waiting.start()
 
     def __call__(self, event: Event) -> None:
+        self.waiting.cancel()
         self.bar.set_description_str("drawing", refresh=False)
         self.bar.total, self.bar.n = event.total_rows, event.rows
         self.bar.set_postfix_str(f"{event.tokens_per_step:.2f} tokens a step", refresh=False)
@@ -77,4 +94,5 @@ class Bar:
             write_file(self.file, encode(grid(event.preview())), force=True)
 
     def close(self) -> None:
+        self.waiting.cancel()
         self.bar.close()

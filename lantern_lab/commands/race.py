@@ -18,6 +18,7 @@ from lantern_hpu import __version__
 from lantern_hpu.backends import DeviceOptions, prepare
 from lantern_hpu.bench.report import heading
 from lantern_hpu.commands import options
+from lantern_hpu.commands.generate import busy_note
 from lantern_hpu.core import check_prompt
 from lantern_hpu.errors import OutputError, exit_code
 from lantern_hpu.fields import MAX_SEED, check_ranges, option
@@ -88,6 +89,8 @@ def race(
     loaded = LanternPipeline.from_pretrained(model_of(asked.model), **vars(device))
     with closing(loaded) as pipeline, staged(asked.output) as folder:
         resolved = list(dict.fromkeys(pipeline.resolve(setting) for setting in settings))
+        if busy := busy_note(pipeline):
+            print(f"note: other programs slow this race down: {busy}", file=sys.stderr)
         runs = race.draw_runs(pipeline, resolved, asked.prompt, asked.seed, asked.turns)
         ar = next((run for run in runs if run.setting.method == "ar"), None)
         rows = [run.as_json(ar) for run in runs]
