@@ -40,7 +40,8 @@ def python() -> str:
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     for path in (sys.executable, f"/usr/bin/{version}"):
         with home() as folder:
-            done = run([path, "-c", "import lantern_hpu"], folder, {})
+            # From a shell: setpriv itself still has root's way to an interpreter in root's home
+            done = run(["sh", "-c", f"{path} -c 'import lantern_hpu'"], folder, {})
         if done.returncode == 0:
             return path
     pytest.skip("no interpreter that another user may run")
@@ -51,11 +52,21 @@ def home() -> Iterator[Path]:
     """A folder that such a user owns, as pytest's own belong to this one."""
     folder = Path(tempfile.mkdtemp())
     try:
-        if not os.getuid():
-            os.chown(folder, 65534, 65534)
+        give(folder)
         yield folder
     finally:
         shutil.rmtree(folder)
+
+
+def give(folder: Path) -> None:
+    """Make such a user the owner of a folder and all in it."""
+    for path in (folder, *folder.rglob("*")) if not os.getuid() else ():
+        os.chown(path, 65534, 65534, follow_symlinks=False)
+
+
+def packages(ours: Path) -> str:
+    """PYTHONPATH of a checkout with the packages of this interpreter."""
+    return os.pathsep.join([str(ours), sysconfig.get_path("purelib")])
 
 
 def run(
@@ -64,11 +75,10 @@ def run(
     """A command of such a user in a folder of its own, which is its home; of this environment PATH alone is left."""
     if not os.getuid() and not prefix():
         pytest.skip("root, without setpriv")
-    packages = [str(ROOT), sysconfig.get_path("purelib")]
     given = {
         "PATH": os.environ["PATH"],
         "HOME": str(folder),
-        "PYTHONPATH": os.pathsep.join(packages),
+        "PYTHONPATH": packages(ROOT),
         "PYTHONDONTWRITEBYTECODE": "1",
         **environ,
     }
