@@ -104,6 +104,7 @@ def block_with(word: str) -> str:
 
 def test_commands_of_the_guide_have_options_that_exist() -> None:
     said = re.findall(r"`(lantern-hpu [^`]* --[^`]*)`", GUIDE) + "\n".join(COMMANDS).splitlines()
+    said = [line.replace("--emulate", "") for line in said]  # an option of every command
     found = [shlex.split(line) for line in said if re.match(r"(lantern-hpu|gaudi|serve) ", line)]
     asked = [words if words[0] == "serve" else words[1:] for words in found]
     names = {"plan", "lint", "generate", "verify", "doctor", "download", "serve"}
