@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lantern_hpu.errors import Arg, OptionError, words
-from lantern_hpu.fields import IMAGE_PARAMS, check_ranges, declared
+from lantern_hpu.fields import check_ranges, check_seed, declared
 from lantern_hpu.methods.relaxation import EXACT, Relaxation
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class Request:
         check_prompt(self.prompt)
         if self.negative is not None:
             check_text(Arg("negative_prompt"), self.negative)
-        IMAGE_PARAMS["seed"].check(self.seed)
+        check_seed(self.seed)
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ Needs no torch.
 
 import dataclasses
 import inspect
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from numbers import Integral, Real
@@ -18,6 +19,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 UNSAID = (None, dataclasses.MISSING, (), "", False)  # defaults that a help does not name
 MAX_SEED = 2**63 - 1
+RANDOM = -1  # as a seed
 MAX_IMAGES = 100_000  # of one run, each with a request of its own
 MOST = 10**9  # of what has no largest meaningful value: int32 and products in float32 hold it
 
@@ -197,8 +199,9 @@ class ImageParams(TypedDict, total=False):
         Param(
             int,
             "seed of the first image; image i uses seed + i",
-            low=0,
+            low=RANDOM,
             high=MAX_SEED,
+            marks={RANDOM: "random"},
             several=True,
         ),
     ]
@@ -320,8 +323,15 @@ def given_params(params: Mapping[str, Any], surface: Surface) -> dict[str, Any]:
             continue
         if not (param.several and isinstance(value, list | tuple)):
             param.check(value)
+            if param.name == "seed" and value == RANDOM:
+                value = secrets.randbelow(1 << 53)  # which every reader of JSON holds exactly
         given[param.name] = plain_number(value)
     return given
+
+
+def check_seed(seed: int) -> None:
+    """Raise an OptionError for what is no seed of an image: a random one was drawn before."""
+    replace(IMAGE_PARAMS["seed"], low=0, marks={}).check(seed)
 
 
 def only(kind: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:

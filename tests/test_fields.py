@@ -33,7 +33,7 @@ BAD: list[tuple[str, Any, dict[str, Any]]] = [
     ("height", 0, {}),
     ("height", 41, {}),
     ("width", 7, {}),
-    ("seed", -1, {}),
+    ("seed", -2, {}),
     ("seed", 2**63, {}),
     ("method", "egle", {}),
     ("method", "lantern++:lambda=0.5", {}),
@@ -141,7 +141,7 @@ CALLS = [
     ({"prompt": None}, "prompt is None: allowed: a string, or a list of strings"),
     ({"prompt": ["cat", 3]}, "prompt is 3"),
     ({"prompt": []}, "prompt is an empty list"),
-    ({"seed": 1.5}, "seed is 1.5: allowed: a whole number, 0 to 9223372036854775807"),
+    ({"seed": 1.5}, "seed is 1.5: allowed: a whole number, -1 (random) to 9223372036854775807"),
     ({"seed": "3"}, "seed is '3': allowed: a whole number"),
     ({"seed": [5, 9, 1]}, "seed has 3 values: allowed: 1, or a single one for all"),
     ({"seed": 0, "generator": torch.Generator()}, "one of seed and generator"),
@@ -172,7 +172,7 @@ def test_the_schema_of_a_request_has_the_ranges() -> None:
     fields = ImagesRequest.model_json_schema()["properties"]
     ranges = {name: {**fields[name]["anyOf"][0]} for name in ("seed", "top_k", "temperature")}
     assert ranges == {
-        "seed": {"type": "integer", "minimum": 0, "maximum": MAX_SEED},
+        "seed": {"type": "integer", "minimum": -1, "maximum": MAX_SEED},
         "top_k": {"type": "integer", "minimum": 0, "maximum": MOST},
         "temperature": {"type": "number", "minimum": 0, "maximum": 10},
     }

@@ -526,7 +526,7 @@ BAD_VALUES: dict[str, list[Any]] = {
     "model": ["foo"],
     "n": [0, 11, 1000, "a", True, 1.5],
     "size": ["5x5", "1024x1024"],
-    "seed": [-1, 2**63 - 1, 2**63, 2**80],
+    "seed": [-2, 2**63 - 1, 2**63, 2**80],
     "stream": ["yes"],
     "partial_images": [1, -1],
     "response_format": ["x"],

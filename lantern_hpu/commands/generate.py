@@ -33,7 +33,7 @@ from lantern_hpu.errors import (
     exit_code,
     require,
 )
-from lantern_hpu.fields import IMAGE_PARAMS, MAX_IMAGES, given_params, only
+from lantern_hpu.fields import IMAGE_PARAMS, MAX_IMAGES, check_seed, given_params, only
 from lantern_hpu.files import ASSETS, clear_temporary, reading, some_of
 from lantern_hpu.methods.relaxation import EXACT, Relaxation
 from lantern_hpu.methods.setting import WINDOWS, Resolved, Setting, lacks_drafter, setting_of
@@ -130,7 +130,7 @@ class GenerateJob:
             check_prompt(prompt)
         if self.negative is not None:
             check_text(Arg("negative_prompt"), self.negative)
-        IMAGE_PARAMS["seed"].check(self.seed + max(self.prompts))
+        check_seed(self.seed + max(self.prompts))
 
     @property
     def slots(self) -> int:

@@ -24,13 +24,17 @@ from lantern_hpu.serve.options import DEFAULT, FILTERS, ServeOptions
 
 def make_parser() -> argparse.ArgumentParser:
     parser = Parser("lantern-hpu serve", description="Serve a model over HTTP.")
-    add = parser.add_argument_group("where").add_argument
+    where = parser.add_argument_group("where")
+    add = where.add_argument
     add("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     add("--port", type=int, default=8000, help="(8000)")
     key = "bearer token that clients must send (LANTERN_HPU_API_KEY, else none)"
     add("--api-key", help=key)
     more = "host names to accept besides localhost and IP addresses; * accepts any"
     add("--allow-host", metavar="NAME,...", help=more)
+    more = "proxies besides those on this machine whose X-Forwarded-* headers count; * is any"
+    add("--forwarded-allow-ips", metavar="IP,...", help=more)
+    add_fields(where, ServeOptions, "root_path", "keep_alive")
     what = parser.add_argument_group("what")
     add_fields(what, ServeOptions, "model", "served_model_name")
     options.add_method_options(what, "the fastest here, scd and ar; the first is the default")
@@ -64,6 +68,7 @@ def serve_request(args: argparse.Namespace) -> ServeOptions:
         "allow": options.names(args.allow, "allow"),
         "sizes": picture_sizes(args.sizes),
         "allow_host": (args.host, *options.names(args.allow_host, "allow_host")),
+        "forwarded_allow_ips": options.names(args.forwarded_allow_ips, "forwarded_allow_ips"),
         "api_key": key,
     }
     return from_args(ServeOptions, args, **made)

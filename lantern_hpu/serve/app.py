@@ -24,7 +24,7 @@ from lantern_hpu.serve import protocol
 from lantern_hpu.serve.api_page import api_page
 from lantern_hpu.serve.calls import ParsedRequest, check_name, read_call
 from lantern_hpu.serve.decoder import DecodeThread
-from lantern_hpu.serve.options import MAX_BODY, ServeOptions
+from lantern_hpu.serve.options import MAX_BODY, PREFIX, ServeOptions
 from lantern_hpu.serve.protocol import ApiError
 from lantern_hpu.serve.queue import Done, Event, Job, Partial
 
@@ -42,9 +42,13 @@ with needing("fastapi", "the server is built on it", "serve"):
 
 HERE = Path(__file__).parent
 IMAGES = "/v1/images/generations"
+PROBES = ("/livez", "/readyz", "/health")
+FORWARDED = {"proto": "https?", "host": r"[\w.:\[\]-]+", "prefix": PREFIX}  # X-Forwarded-*
+SILENT = 15.0  # seconds after which a stream says that it waits
 NO_KEY = "wrong or missing API key"
 DISCARDED = 64 * 2**20  # bytes of a body that is too large, read and forgotten
 BODY_SECONDS = 10.0  # in which a body has to arrive
+GZIP = b"\x1f\x8b"  # how such a body begins
 CLOSED = 499  # status in log and metrics where the client left, as nginx has it
 KEPT_FILES, KEPT_SECONDS = 64, 3600.0  # pictures that answers have addresses of: the last ones
 STOPPING = 0.3  # seconds for the decode thread to end, once all its images are answered
@@ -130,9 +134,11 @@ class Guard:
             return
         headers = Headers(scope=scope)
         record = scope.setdefault("state", {})["record"] = Record(headers)
-        body = Body(receive)
+        body, asked = Body(receive), scope["method"]
 
         async def answer(message: Message) -> None:
+            if asked == "HEAD" and "body" in message:
+                message = {**message, "body": b""}
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message).update(HEADERS | {"X-Request-Id": record.id})
                 if record.status != CLOSED:
@@ -140,6 +146,8 @@ class Guard:
             await send(message)
 
         try:
+            scope = as_public(scope, headers, scope["app"].state.options)
+            scope["method"] = "GET" if asked == "HEAD" else asked
             self.check(scope, headers)
             await self.app(scope, body.receive, answer)
         except ApiError as error:
@@ -149,7 +157,7 @@ class Guard:
         finally:
             if body.cut:
                 record.status = CLOSED
-            if scope["path"] == IMAGES and scope["method"] == "POST":
+            if own_path(scope) == IMAGES and scope["method"] == "POST":
                 if record.status not in (200, CLOSED):
                     metrics = scope["app"].state.decoder.metrics
                     metrics.add("request_failure", 1, str(record.status))
@@ -164,15 +172,64 @@ class Guard:
         if "content-length" in headers and "transfer-encoding" in headers:
             what = "Content-Length and Transfer-Encoding exclude each other; send one of them"
             raise ApiError(400, what, None, "invalid_framing", {"Connection": "close"})
-        host = ", ".join(headers.getlist("host"))
-        if not known_host(host, scope["app"].state.options.allow_host):
+        path, host = own_path(scope), ", ".join(headers.getlist("host"))
+        probe = path in PROBES and "host" not in headers  # of HTTP/1.0: a browser sends one
+        if not probe and not known_host(host, scope["app"].state.options.allow_host):
             what = f"this server does not answer to the host {host[:100]!r}"
             hint = f"allow it with {as_option(Arg('allow_host'))}"
             raise ApiError(403, f"{what}; {hint}", None, "unknown_host")
+        if scope["method"] != "POST" or path != IMAGES:
+            return
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        if scope["method"] == "POST" and kind != "application/json":
+        coding = headers.get("content-encoding", "identity").strip().lower()
+        if kind != "application/json" or coding != "identity":
             what = f"Content-Type is {kind[:60]!r}; send application/json"
+            if coding != "identity":
+                what = f"Content-Encoding is {coding[:60]!r}; send the body as it is"
             raise ApiError(415, what, None, "unsupported_media_type")
+
+
+def own_path(scope: Scope) -> str:
+    """The path of a request without the one at which a proxy has the server."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
+def as_public(scope: Scope, headers: Headers, options: ServeOptions) -> Scope:
+    """A request as it was sent to the proxy in front, where that says so and is one of those that are believed.
+
+    The addresses in answers follow from it.
+    """
+    public = {**scope, "root_path": options.root_path or scope.get("root_path", "")}
+    if not is_proxy(scope, options.forwarded_allow_ips):
+        return public
+    found = {}
+    for name, allowed in FORWARDED.items():
+        value = headers.get(f"x-forwarded-{name}", "").partition(",")[0].strip()
+        found[name] = value.rstrip("/")
+        if value and not re.fullmatch(allowed, found[name]):
+            what = f"X-Forwarded-{name.title()} is {value[:60]!r}"
+            raise ApiError(400, what, None, "invalid_header")
+    if found["host"]:
+        others = [each for each in scope["headers"] if each[0] != b"host"]
+        public["headers"] = [*others, (b"host", found["host"].encode())]
+    public["scheme"] = found["proto"] or scope["scheme"]
+    public["root_path"] = found["prefix"] or public["root_path"]
+    return public
+
+
+def is_proxy(scope: Scope, trusted: Collection[str]) -> bool:
+    """Whether a request came from this machine, or from one of these addresses or networks."""
+    peer, own = ((scope.get(end) or ("",))[0] for end in ("client", "server"))
+    if "*" in trusted or peer == own:
+        return True
+    try:
+        address = ipaddress.ip_address(peer)
+    except ValueError:
+        return False
+    address = getattr(address, "ipv4_mapped", None) or address
+    networks = (ipaddress.ip_network(network) for network in trusted)
+    return address.is_loopback or any(address in network for network in networks)
 
 
 def known_host(header: str, hosts: Collection[str]) -> bool:
@@ -216,7 +273,12 @@ class Body:
             raise ApiError(408, what, None, "request_timeout", closing) from error
         self.cut = message["type"] == "http.disconnect"
         self.whole = self.cut or not message.get("more_body", False)
-        self.size += len(message.get("body", b""))
+        content = message.get("body", b"")
+        if not self.size and content.startswith(GZIP):
+            raise ApiError(
+                415, "the body is gzip; send it as it is", None, "unsupported_media_type"
+            )
+        self.size += len(content)
         return message
 
 
@@ -244,7 +306,9 @@ def make_app(options: ServeOptions, load: Callable[[], DecodeThread]) -> FastAPI
 
 def openapi(app: FastAPI) -> dict[str, Any]:
     """FastAPI's schema, with the events of a stream, and without the 422 that is a 400 here."""
-    made = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    place = app.state.options.root_path
+    servers = [{"url": place}] if place else None
+    made = get_openapi(title=app.title, version=app.version, routes=app.routes, servers=servers)
     for operation in (each for path in made["paths"].values() for each in path.values()):
         operation["responses"].pop("422", None)
     schemas = made["components"]["schemas"]
@@ -266,7 +330,9 @@ async def answer_error(request: Request, error: Exception) -> Response:
             status, headers = error.status_code, error.headers  # Allow, of a 405
         place = f"{request.method} {request.url.path[:100]}"
         messages = {400: "the body is not valid JSON", 500: "the server failed; its log says why"}
-        what = messages.get(status, f"{place} is not served here")
+        what = messages.get(status, f"{place} is not served here; images are: POST {IMAGES}")
+        if headers and headers.get("Allow") == "GET":
+            headers = {"Allow": "GET, HEAD"}
         error = ApiError(status, what, None, "invalid_json" if status == 400 else None, headers)
     request.state.record.failed(error)
     return JSONResponse(error.body(), error.status_code, headers=error.headers)
@@ -416,8 +482,20 @@ async def generate_images(
     handler = ImageRequestHandler(request, decoder, call)
     if not call.stream:
         return await handler.answer()
-    headers = {"Cache-Control": "no-store"}
+    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # of nginx
     return StreamingResponse(handler.stream(), media_type="text/event-stream", headers=headers)
+
+
+@keyed.post("/v1/images/edits", include_in_schema=False)
+@keyed.post("/v1/images/variations", include_in_schema=False)
+async def edit_images(request: Request) -> Response:
+    """An error for what clients of OpenAI's API may ask for. The picture that they send is read and forgotten first, as
+    in `Body`."""
+    with suppress(ApiError):
+        async for _ in request.stream():
+            pass
+    what = f"this server does not edit images, it draws prompts: POST {IMAGES}"
+    raise ApiError(400, what, None, "unsupported_operation")
 
 
 class ImageRequestHandler:
@@ -496,7 +574,11 @@ class ImageRequestHandler:
         partials = 0
         try:
             while True:
-                _, event = await self.events.get()
+                try:
+                    _, event = await asyncio.wait_for(self.events.get(), SILENT)
+                except asyncio.TimeoutError:
+                    yield ": waiting\n\n"
+                    continue
                 if isinstance(event, ApiError):
                     error = {"type": "error", **event.body()}
                     yield f"event: error\ndata: {json.dumps(error)}\n\n"

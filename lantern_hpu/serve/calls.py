@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from lantern_hpu.core import Request, Sampling
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.errors import Arg, LanternError, as_option
-from lantern_hpu.fields import MAX_SEED, given_params, only
+from lantern_hpu.fields import MAX_SEED, RANDOM, given_params, only
 from lantern_hpu.methods import relaxation as relaxations
 from lantern_hpu.methods.request import in_turn
 from lantern_hpu.methods.setting import Resolved, verified
@@ -58,12 +57,12 @@ def read_call(asked: ImagesRequest, menu: ServedModel) -> ParsedRequest:
     try:
         if given.get("top_k", 0) > menu.vocabulary:
             raise refuse("top_k", given["top_k"], f"0 (off) to {menu.vocabulary}")
-        image = given_params(given, "field")
+        image = given_params({"seed": RANDOM} | given, "field")
         sampling = replace(menu.sampling, **only(Sampling, image))
         setting = read_setting(given, served.setting, menu)
-        seed = given.get("seed", secrets.randbelow(1 << 53))
+        seed = image["seed"]
         if seed > MAX_SEED - count:
-            raise refuse("seed", seed, f"0 to {MAX_SEED - count}")
+            raise refuse("seed", seed, f"-1 (random) to {MAX_SEED - count}")
         asked_size = size if menu.by_request else None
         rule, prompts = setting.relaxation, [asked.prompt]
         negative = given.get("negative_prompt")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from dataclasses import dataclass, field
 
@@ -16,6 +17,7 @@ from lantern_hpu.models.files.names import PartOverrides
 FILTERS = ("greedy", "top_k", "top_p", *PRESETS)
 # Served by default: the fastest here, a lossless method that needs no drafter, and the plain one
 DEFAULT = (AUTO, "scd", "ar")
+PREFIX = r"(/[\w.~-]+)*"  # a path in front of the server's own
 MAX_N = 10  # images of a request, as OpenAI has it
 MAX_PROMPT = 4000  # characters
 MAX_BODY = 1 << 17  # bytes; two prompts in the longest spelling of JSON have 96,000
@@ -30,6 +32,8 @@ class ServeOptions:
         allow: of `FILTERS`, besides what the model's sampling and a method's relaxation use.
         sizes: height and width of the pictures that requests may ask for, of a model that draws many; the first is the
             default. Empty: the model's own.
+        forwarded_allow_ips: addresses or networks of proxies whose `X-Forwarded-*` are believed, besides those on this
+            machine; `*` is any.
         allow_host: names that the Host header of a request may have besides `localhost` and addresses; `*` is any.
     """
 
@@ -51,6 +55,15 @@ class ServeOptions:
         name="shutdown_timeout",
         low=0,
     )
+    keep_alive: float = option(
+        75.0, "seconds that a connection without requests stays open", low=1, high=3600
+    )
+    root_path: str = option(
+        "",
+        "path at which a proxy has the server, if it sends no X-Forwarded-Prefix",
+        metavar="/PATH",
+    )
+    forwarded_allow_ips: tuple[str, ...] = ()
     api_key: str | None = None
     allow_host: tuple[str, ...] = ()
 
@@ -67,6 +80,14 @@ class ServeOptions:
                 what = words(Arg("allow"), f"has {name!r}")
                 raise OptionError(what, hint=choices(FILTERS, name))
         check_ranges(self)
+        if not re.fullmatch(PREFIX, self.root_path):
+            raise OptionError(words(Arg("root_path"), f"is {self.root_path!r}"), hint="/lantern")
+        for address in self.forwarded_allow_ips:
+            try:
+                ipaddress.ip_network("0.0.0.0/0" if address == "*" else address)
+            except ValueError as error:
+                what = words(Arg("forwarded_allow_ips"), f"has {address!r}")
+                raise OptionError(what, "no address or network", "10.0.0.0/8") from error
         require(self.timeout > 0, "timeout", self.timeout, "above 0 seconds")
         if self.api_key is not None and not re.fullmatch(r"[!-~]+", self.api_key):
             why = "a header carries printable ASCII without spaces alone"

@@ -13,7 +13,7 @@ function headers() {
 }
 
 async function begin() {
-  const answer = await fetch("/v1/models", { headers: headers() });
+  const answer = await fetch("v1/models", { headers: headers() });
   if (answer.status === 401) {
     at("message").textContent = at("secret").value ? "the API key is wrong" : "this server asks for an API key";
     at("key").hidden = false;
@@ -116,7 +116,7 @@ async function draw(method, shown, first) {
   const began = performance.now();
   try {
     const options = { method: "POST", headers: headers(), body: JSON.stringify(body) };
-    const response = await fetch("/v1/images/generations", options);
+    const response = await fetch("v1/images/generations", options);
     if (!response.ok) throw new Error((await response.json()).error.message);
     for await (const event of events(response)) {
       if (event.type === "error") throw new Error(event.error.message);

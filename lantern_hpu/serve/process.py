@@ -229,6 +229,8 @@ def serve(options: ServeOptions, host: str, port: int) -> int:
             access_log=False,
             use_colors=False,  # or it asks standard output, which may be closed
             timeout_graceful_shutdown=LAST,
+            timeout_keep_alive=options.keep_alive,  # type: ignore[arg-type]
+            proxy_headers=False,  # the application reads them
             lifespan="on",
             http=Protocol,
         )
@@ -335,7 +337,8 @@ def serve_replicas(options: ServeOptions, host: str, port: int, replicas: int) -
     if offered < replicas:
         what = f"{replicas} replicas need {replicas} {card}, the cluster has {offered}"
         raise DeviceError(what, "each replica has one of its own", Arg("replicas", offered))
-    serve.start(http_options={"host": host, "port": port})
+    http = {"host": host, "port": port, "keep_alive_timeout_s": round(options.keep_alive)}
+    serve.start(http_options=http)
     serve.run(deployment(options, replicas, share), name=NAME)
     say(f"http://{host}:{port} serves {options.model}: {replicas} replicas")
     stop = threading.Event()

@@ -160,7 +160,7 @@ class ImagesBody(BaseModel):
 # Fields that mean something else in a request than in a command
 REQUEST_HELPS = {
     "method": 'a decoding method of `/v1/models`, or "auto"',
-    "seed": "random if not given; image i has `seed` + i",
+    "seed": "random if not given or -1; image i has `seed` + i",
     "tree": "the draft tree of the method",
     "window": 'the window of the method: 16, or "16:commit=4"',
 }
