@@ -35,7 +35,7 @@ from lantern_hpu.graphs.strict import check_rules
 from lantern_hpu.methods.relaxation import Multiplicative
 from lantern_hpu.models.transformer import Target, rope_table
 from lantern_hpu.ops.buffers import additive_mask
-from lantern_hpu.ops.kernels import PLAIN, CacheWrite, Kernels, Traverse, Walk, rotate_into
+from lantern_hpu.ops.kernels import PLAIN, CacheWrite, Kernels, Traverse, Walk, add_norm, rotate_into
 from lantern_hpu.ops.kv_cache import KVCache
 from lantern_hpu.ops.sampling import SamplingParams, guided_probs, sample, sample_distinct
 from lantern_hpu.tree import DraftTree
@@ -506,6 +506,14 @@ def test_rms_norm_and_swiglu(device: str, dtype: torch.dtype) -> None:
         x[0] = 0
         got, want = some.rms_norm(x, weight, 1e-5), PLAIN.rms_norm(x, weight, 1e-5)
         torch.testing.assert_close(got, want, rtol=rounding, atol=rounding)
+        assert some.add_norm is not None
+        more = random.normal(*shape).to(dtype)
+        for got, want in zip(
+            some.add_norm(x, more, weight, 1e-5), add_norm(x, more, weight, 1e-5), strict=True
+        ):
+            # The interpreter cuts bfloat16 off, and the norm is of a sum
+            slack = 2 * rounding
+            torch.testing.assert_close(got, want, rtol=slack, atol=slack)
     slack = max(1e-5, 2 * eps)
     for shape in ((2, 3, 2 * 5), (1, 2 * 1100)):
         x = (5 * random.normal(*shape)).to(dtype)

@@ -16,10 +16,10 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")
 
 # Of the embedded model, of 8 layers, and of its widening to 36; one image
 MOST = {
-    "ar": (157, 493),
-    "scd@16": (202, 538),
-    "eagle@chain": (423, 760),
-    "eagle@mc_sim_7b_63": (468, 862),
+    "ar": (141, 421),
+    "scd@16": (186, 466),
+    "eagle@chain": (404, 685),
+    "eagle@mc_sim_7b_63": (449, 787),
 }
 
 

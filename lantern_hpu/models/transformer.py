@@ -117,6 +117,13 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.kernels.rms_norm(x, self.weight, self.eps)
 
+    def add(self, x: Tensor, more: Tensor) -> tuple[Tensor, Tensor]:
+        """x + more, and its norm."""
+        if self.kernels.add_norm is not None:
+            return self.kernels.add_norm(x, more, self.weight, self.eps)
+        x = x + more
+        return x, self(x)
+
 
 class HeadNorm(nn.Module):
     """LayerNorm over each head's features with weights of its own (Chameleon's query-key norm)."""
@@ -219,19 +226,34 @@ class Block(nn.Module):
         source: Tensor | None = None,
         words: Tensor | None = None,  # [R, T] bool; None: all are image tokens
     ) -> Tensor:
-        mixed = self.attention(self.attention_norm(x), rope, mask, cache, index, source)
-        x = x + self.attention_post_norm(mixed)
-        normed = self.ffn_norm(x)
+        x, more = self.residual(x, None, rope, mask, cache, index, source, words=words)
+        return x + more
+
+    def residual(
+        self, x: Tensor, more: Tensor | None, *attended: Any, words: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """`forward` of x + more, as two tensors whose sum it is: the next norm adds them."""
+        x, normed = add_norm(self.attention_norm, x, more)
+        mixed = self.attention(normed, *attended)
+        x, normed = add_norm(self.ffn_norm, x, self.attention_post_norm(mixed))
         fed = self.ffn(normed)
         if self.word_ffn is not None and words is not None:
             fed = torch.where(words[..., None], self.word_ffn(normed), fed)
-        return x + self.ffn_post_norm(fed)
+        return x, self.ffn_post_norm(fed)
 
     def last_scales(self) -> tuple[Tensor, Tensor]:
         """The last weights that attention and SwiGLU pass; where they are zero, the block adds nothing."""
         norms = self.attention_post_norm, self.ffn_post_norm
         last = norms if isinstance(norms[0], RMSNorm) else (self.attention.out, self.ffn.down)
         return last[0].weight, last[1].weight
+
+
+def add_norm(norm: nn.Module, x: Tensor, more: Tensor | None) -> tuple[Tensor, Tensor]:
+    """x + more, and its norm, which may be none."""
+    if more is not None and isinstance(norm, RMSNorm):
+        return norm.add(x, more)
+    x = x if more is None else x + more
+    return x, norm(x)
 
 
 class CodeEmbedding(nn.Module):
@@ -319,13 +341,16 @@ class Target(nn.Module):
         """Final-normed hidden states, followed by the outputs of `aux_layers`: [R, T, H * (1 + n)]."""
         if self.decoder is not None and cache is not None:
             return self.decoder(x, rope, mask, cache, index, source, aux_layers, words)
-        aux = []
-        for layer, block in enumerate(self.layers):
+        aux, more = [], None
+        blocks: Any = self.layers
+        for layer, block in enumerate(blocks):
             kept = None if cache is None else cache.layers[layer]
-            x = block(x, rope, mask, kept, index, source, words)
+            x, more = block.residual(x, more, rope, mask, kept, index, source, words=words)
             if layer in aux_layers:
+                x, more = x + more, None
                 aux.append(x)
-        return torch.cat([self.norm(x), *aux], -1) if aux else self.norm(x)
+        _, normed = add_norm(self.norm, x, more)
+        return torch.cat([normed, *aux], -1) if aux else normed
 
 
 class AuxInput(nn.Module):

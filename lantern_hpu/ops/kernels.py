@@ -29,6 +29,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
 
 
+def add_norm(x: Tensor, more: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + more, and its norm."""
+    x = x + more
+    return x, rms_norm(x, weight, eps)
+
+
 def rotate(x: Tensor, rope: Tensor, interleaved: bool) -> Tensor:
     """Rotary embedding: rotate each pair of features by its angle.
 
@@ -159,13 +165,15 @@ class Traverse(Protocol):
 class Kernels:
     """What the transformer, the sampler and the acceptance call; the shapes are those of the plain forms.
 
-    None stands for a plain form that is made of others: of `rotate_into`, around the device's own `rotate`; of the
-    walks, in `decode/accept.py`.
+    None stands for a plain form that is made of others: of `rotate_into`, around the device's own `rotate`; of
+    `add_norm`, in `models/transformer.py`; of the walks, in `decode/accept.py`.
     """
 
     attention: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = attention
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
     rotate: Callable[[Tensor, Tensor, bool], Tensor] = rotate
+    # x [.., H], what is added to it, weight [H], eps -> the sum and its norm
+    add_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] | None = None
     swiglu: Callable[[Tensor], Tensor] = swiglu
     rotate_into: RotateInto | None = None
     probs: Callable[[Tensor, SamplingParams, bool, int, bool, bool], Tensor] = sampling.guided_probs

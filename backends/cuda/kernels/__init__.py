@@ -55,6 +55,7 @@ def triton_candidates(device: torch.device, dtype: torch.dtype) -> dict[str, Can
     kernels: dict[str, Any] = {
         "attention": attention.triton_attention,
         "rms_norm": norm_rope.triton_rms_norm,
+        "add_norm": norm_rope.triton_add_norm,
         "rotate": norm_rope.triton_rotate,
         "swiglu": swiglu.triton_swiglu,
         "rotate_into": norm_rope.triton_rotate_into,

@@ -14,9 +14,10 @@ from lantern_hpu.ops import kernels, sampling
 from lantern_hpu.ops.kernels import CacheWrite
 from lantern_hpu.ops.sampling import SamplingParams
 
-TWINS: dict[str, Callable[..., Tensor]] = {
+TWINS: dict[str, Callable[..., Any]] = {
     "attention": kernels.attention,
     "rms_norm": kernels.rms_norm,
+    "add_norm": kernels.add_norm,
     "rotate": kernels.rotate,
     "swiglu": kernels.swiglu,
     "rotate_into": kernels.rotate_into,
@@ -76,6 +77,7 @@ def kernel_examples(device: torch.device, dtype: torch.dtype) -> dict[str, list[
     calls: dict[str, list[tuple[Any, ...]]] = {
         "attention": [looks(40), looks(260), looks(260, 58, 128)],
         "rms_norm": [(some(2, 3, 96), some(96), 1e-5)],
+        "add_norm": [(some(2, 3, 96), some(2, 3, 96), some(96), 1e-5)],
         "rotate": [(some(2, 3, 4, 32), rope, pairs) for pairs in (True, False)],
         "swiglu": [(some(2, 3, 200),)],
         "rotate_into": [

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lantern_hpu.backends.base import operator
 from lantern_hpu.backends.cuda.kernels.programs import EXACTLY, block_of, warps
-from lantern_hpu.ops.kernels import CacheWrite, rms_norm, rotate, rotate_into
+from lantern_hpu.ops.kernels import CacheWrite, add_norm, rms_norm, rotate, rotate_into
 
 
 @triton.jit
@@ -22,6 +22,8 @@ def rms_norm_kernel(
     x,  # [n, H]
     weight,  # [H]
     out,  # [n, H]
+    more,  # [n, H], to be added to x before; None: nothing
+    total,  # [n, H], for that sum
     eps,
     H: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -30,7 +32,12 @@ def rms_norm_kernel(
     start = tl.program_id(0).to(tl.int64) * H
     index = tl.arange(0, BLOCK)
     there = index < H
-    value = tl.load(x + start + index, mask=there, other=0.0).to(tl.float32)
+    value = tl.load(x + start + index, mask=there, other=0.0)
+    if more is not None:  # the sum is rounded, as torch does it
+        added = tl.load(more + start + index, mask=there, other=0.0).to(tl.float32)
+        value = (value.to(tl.float32) + added).to(value.dtype)
+        tl.store(total + start + index, value, mask=there)
+    value = value.to(tl.float32)
     scale = tl.load(weight + index, mask=there, other=0.0).to(tl.float32)
     size = tl.math.rsqrt(tl.sum(value * value, 0) / H + eps)
     tl.store(out + start + index, value * size * scale, mask=there)
@@ -40,8 +47,8 @@ def like_x(x: Tensor, *others: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
-@operator("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", like_x)
-def launch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def normed(x: Tensor, weight: Tensor, eps: float, *sums: Tensor | None) -> Tensor:
+    """`sums` are what is added to x, and room for the sum."""
     out = like_x(x)
     width = x.shape[-1]
     block = block_of(width)
@@ -49,6 +56,7 @@ def launch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x.contiguous(),
         weight.contiguous(),
         out,
+        *sums,
         eps,
         H=width,
         BLOCK=block,
@@ -58,11 +66,32 @@ def launch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
+@operator("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", like_x)
+def launch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return normed(x, weight, eps, None, None)
+
+
+@operator(
+    "add_norm(Tensor x, Tensor more, Tensor weight, float eps) -> (Tensor, Tensor)",
+    lambda x, *others: (like_x(x), like_x(x)),
+)
+def launch_add_norm(x: Tensor, more: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = like_x(x)
+    return total, normed(x, weight, eps, more.contiguous(), total)
+
+
 def triton_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`kernels.rms_norm`: x [..., H] in any dtype, weight [H]."""
     if torch.is_grad_enabled():
         return rms_norm(x, weight, eps)
     return launch_rms_norm(x, weight, eps)
+
+
+def triton_add_norm(x: Tensor, more: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`kernels.add_norm`; mixed dtypes, as under autocast, stay plain."""
+    if torch.is_grad_enabled() or x.dtype != more.dtype:
+        return add_norm(x, more, weight, eps)
+    return launch_add_norm(x, more, weight, eps)
 
 
 @triton.jit
