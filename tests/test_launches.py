@@ -17,9 +17,9 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")
 # Of the embedded model, of 8 layers, and of its widening to 36; one image
 MOST = {
     "ar": (141, 421),
-    "scd@16": (186, 466),
-    "eagle@chain": (404, 685),
-    "eagle@mc_sim_7b_63": (449, 787),
+    "scd@16": (177, 457),
+    "eagle@chain": (378, 659),
+    "eagle@mc_sim_7b_63": (431, 769),
 }
 
 

@@ -13,7 +13,7 @@ from lantern_hpu.decode.spec import Spec, capacity
 from lantern_hpu.decode.state import DecodeState, Moves, PrefillInput
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.transformer import Rotary, Target
-from lantern_hpu.ops.buffers import arange32, causal_mask, constant
+from lantern_hpu.ops.buffers import Choice, arange32, causal_mask, constant
 from lantern_hpu.ops.grammar import RowEnds
 from lantern_hpu.ops.sampling import SamplingParams, gather, gather_rows, topk_tokens
 from lantern_hpu.tree import DraftTree, DynamicTree, Tree
@@ -77,17 +77,23 @@ class JudgedNodes(nn.Module):
     def __init__(self, tree: Tree) -> None:
         super().__init__()
         judged = tree.judged if isinstance(tree, DraftTree) else None
-        self.node = None if judged is None else constant(judged, torch.int32)  # [J]
-        # [M] which of the judged nodes' distributions is a node's, where all nodes are judged
-        whole = judged is not None and len(judged) == tree.size
-        ranks = {node: rank for rank, node in enumerate(judged or ())}
-        self.rank = constant([ranks[n] for n in range(tree.size)]) if whole else None
+        self.whole = judged is not None and len(judged) == tree.size  # all nodes are judged
+        order = range(tree.size) if judged is None else judged
+        self.node = Choice(order)  # J
+        ranks = {node: rank for rank, node in enumerate(order)}
+        # [M] which of the judged nodes' distributions is a node's, where that is not its number
+        moved = self.whole and list(order) != sorted(order)
+        self.rank = constant([ranks[n] for n in range(tree.size)]) if moved else None
         self.inner = len(tree.expanded) if isinstance(tree, DraftTree) else tree.size  # I
 
     def forward(self, x: Tensor) -> Tensor:
         """Of all nodes [A, M, ...] those that are judged [A, J, ...]."""
-        # Not by brackets: an index next to a full dimension leaves the graph of some compilers.
-        return x if self.node is None else x.index_select(1, self.node)
+        selected: Tensor = self.node(x)
+        return selected
+
+    def at(self, probs: Tensor, node: Tensor) -> Tensor:
+        """A node's distribution [B, V] of those judged [B, J, V], where all are; node [B]."""
+        return rows_at(probs, node if self.rank is None else self.rank[node])
 
 
 class DynamicTables(nn.Module):

@@ -190,12 +190,13 @@ class Step(nn.Module):
             tries = tries.unflatten(1, (self.depth, -1))  # [B, D, C]
         greedy, inner = state.sampling.greedy, p[:, : self.judged.inner]  # [B, I, V]
         verdict = self.acceptance(inner, drafts, tries, state.bounds, greedy)
-        if self.judged.rank is None:
+        if not self.judged.whole:
             stop = self.positions.per_row(verdict.node)[:, None]  # [R, 1]
-            deep = gather(depth, 1, verdict.node[:, None])  # [B, 1]
+            ruled = self.sampler.grammar is not None  # where the place matters
+            deep = gather(depth, 1, verdict.node[:, None]) if ruled else 0  # [B, 1]
             fresh = self.sampler(gather_rows(hidden, stop), state, deep)[:, 0]  # [B, V]
         else:
-            fresh = rows_at(p, self.judged.rank[verdict.node])
+            fresh = self.judged.at(p, verdict.node)
         inside = rows_at(drafts.tables.child, verdict.node)[:, :1] > 0  # [B, 1]
         probs = torch.where(inside, verdict.residual, fresh)
         bonus = self.sampler.token(probs, fresh, uniform[:, -1], state)

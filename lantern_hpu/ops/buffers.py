@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +45,22 @@ def constant(values: Any, dtype: torch.dtype | None = None) -> Tensor:
     """
     data = torch.as_tensor(values, dtype=dtype)
     return nn.Buffer(data.int() if data.dtype == torch.int64 else data, persistent=False)
+
+
+class Choice(nn.Module):
+    """Which entries of a dimension, always the same ones; those that follow each other are a view."""
+
+    def __init__(self, index: Sequence[int]) -> None:
+        super().__init__()
+        self.start, self.count = min(index, default=0), len(index)
+        follows = list(index) == list(range(self.start, self.start + self.count))
+        self.index = None if follows else constant(index, torch.int32)
+
+    def forward(self, x: Tensor, dim: int = 1) -> Tensor:
+        # Not by brackets: an index beside a full dimension leaves the graph of some compilers.
+        if self.index is None:
+            return x.narrow(dim, self.start, self.count)
+        return x.index_select(dim, self.index)
 
 
 # A new tensor of the host on a device; None leaves it where it is

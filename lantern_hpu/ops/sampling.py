@@ -111,14 +111,14 @@ def gather_rows(x: Tensor, index: Tensor) -> Tensor:
     return gather(x, 1, index[..., None].expand(-1, -1, x.shape[-1]))
 
 
-def topk_tokens(probs: Tensor, count: int) -> Tensor:
+def topk_tokens(probs: Tensor, count: int, token: Tensor | None = None) -> Tensor:
     """The `count` most probable tokens of each distribution [..., V], the first first: [..., count] int32.
 
     Of equal ones the lower token comes first: `topk` and `argmax` promise no order, and an order that
-    differs between devices would make their images differ.
+    differs between devices would make their images differ. `token` is 0, 1, ... [V], where that is at hand.
     """
     best = probs.amax(-1, keepdim=True) if count == 1 else probs.topk(count, -1).values
-    token = numbered(probs)
+    token = numbered(probs) if token is None else token
     places: list[Tensor] = []
     for rank in range(count):
         value = best[..., rank : rank + 1]

@@ -21,7 +21,7 @@ from lantern_hpu.decode.drafting.base import Committed, Drafting
 from lantern_hpu.decode.spec import Spec, capacity
 from lantern_hpu.decode.state import DecodeState, int_zeros
 from lantern_hpu.models.transformer import Drafter, Target
-from lantern_hpu.ops.buffers import additive_mask, arange32, constant, prefix_mask
+from lantern_hpu.ops.buffers import Choice, additive_mask, arange32, constant, prefix_mask
 from lantern_hpu.ops.kv_cache import KVCache, LayerCache, ScratchCache
 from lantern_hpu.ops.sampling import gather, gather_rows, topk_tokens
 from lantern_hpu.tree import DraftTree, DynamicTree
@@ -213,14 +213,16 @@ class TreeLevel(nn.Module):
             + [0] * (most - len(tree.children[node]))
             for node in frontier
         ]
-        self.child_table = constant(table)  # [w, c]
+        self.width, self.most = len(frontier), most  # w, c
+        self.draws = Choice([number for row in table for number in row])  # w * c
         row = {node: i for i, node in enumerate(frontier)}
         next_level = tree.levels[depth + 1]
         pick = [row[tree.parent[n]] * most + tree.paths[n][-1] for n in next_level]
-        self.pick = constant(pick)  # [nodes at depth + 1]
+        self.pick = Choice(pick)  # nodes at depth + 1
         grown = tree.frontiers[depth + 1] if depth + 1 < tree.depth else ()
-        self.expand = constant([next_level.index(n) for n in grown], torch.int32)
-        self.parent = constant([row[tree.parent[n]] for n in grown], torch.int32)
+        self.grown = len(grown)
+        self.expand = Choice([next_level.index(n) for n in grown])
+        self.parent = Choice([row[tree.parent[n]] for n in grown])
         # The drafter keeps the tree's entries behind its committed ones, in the order of expansion.
         inner = tree.expanded[1:]
         mask = [[tree.ancestors[n][other] for other in inner] for n in grown]
@@ -249,19 +251,18 @@ class StaticDrafting(EagleDrafting):
         tokens, probs, cache = [frontier], [], self.scratch(state)
         for level in self.levels:
             q = self.sampler(guess, state, level.depth)  # [B, w, V]
-            each = uniform.index_select(1, level.child_table.flatten())  # [B, w * c]
-            draws = self.sampler.distinct(q, each.unflatten(1, level.child_table.shape), state)
-            drafts = draws.flatten(1).index_select(1, level.pick)  # [B, nodes at the next depth]
+            each = level.draws(uniform).unflatten(1, (level.width, level.most))  # [B, w, c]
+            draws = self.sampler.distinct(q, each, state)
+            drafts = level.pick(draws.flatten(1))  # [B, nodes at the next depth]
             probs.append(q)
             tokens.append(drafts)
-            if len(level.expand):
-                position = (length + level.depth + 1)[:, None].expand(-1, len(level.expand))
+            if level.grown:
+                position = (length + level.depth + 1)[:, None].expand(-1, level.grown)
                 index = (self.positions.row_start + length)[:, None] + level.scratch
                 mask = self.positions.mask(length, level.mask)
-                parents = frontier.index_select(1, level.parent)
-                frontier = drafts.index_select(1, level.expand)
-                read = frontier if self.drafter.shift else parents
-                source = guess.index_select(1, level.parent)
+                above, frontier = frontier, level.expand(drafts)
+                read = frontier if self.drafter.shift else level.parent(above)
+                source = level.parent(guess)
                 guess = self.run(read, source, position, mask, cache, index.flatten(), state)
         found = torch.cat(tokens, 1)  # [B, M]
         yield "draft", Drafts(found, torch.cat(probs, 1), self.tables(len(found)))

@@ -28,7 +28,7 @@ from lantern_hpu.decode.drafting.base import Committed, Drafting
 from lantern_hpu.decode.spec import Spec, keeps_noise
 from lantern_hpu.decode.state import DecodeState, PrefillInput
 from lantern_hpu.models.transformer import Target
-from lantern_hpu.ops.buffers import arange32, constant
+from lantern_hpu.ops.buffers import Choice, arange32, constant
 from lantern_hpu.ops.sampling import ROUNDS, gather, gather_rows, race_noise, topk_tokens
 from lantern_hpu.tree import Window
 
@@ -62,9 +62,10 @@ class WindowDrafting(Drafting):
         self.token = constant(arange32(config.vocab_size))  # [V]
         self.every = constant(arange32(config.tokens))  # [N]
         self.image = constant(arange32(spec.images)[:, None])  # [B, 1]
+        self.begin_place = constant(arange32(spec.images)[:, None] * config.tokens)  # [B, 1]
         # Nodes are numbered level by level; the spine's tokens come first, then the siblings'
         order = [*tree.spine, *tree.siblings]
-        self.order = constant([order.index(node) for node in range(tree.size)])  # [M]
+        self.order = Choice([order.index(node) for node in range(tree.size)])  # M
 
     def allocate(
         self, dtype: torch.dtype, device: torch.device, by_head: bool = False
@@ -84,7 +85,7 @@ class WindowDrafting(Drafting):
         """One token of each distribution [B, T] by its noise, both [B, T, V]; of a greedy image the most probable."""
         if self.spec.use_greedy:
             noise = noise.masked_fill(state.sampling.greedy[:, None, None], 1.0)
-        return topk_tokens(probs * noise, 1)[..., 0]
+        return topk_tokens(probs * noise, 1, self.token)[..., 0]
 
     def draw(self, probs: Tensor, place: Tensor, state: DecodeState) -> Tensor:
         """One token of each distribution [B, T, V] by the fixed noise of image tokens [B, T]: [B, T]."""
@@ -92,7 +93,7 @@ class WindowDrafting(Drafting):
         kept: WindowState = state.drafting
         if kept.noise is None:
             return self.sample(probs, race_noise(gather_rows(kept.keys, place), self.token), state)
-        rows = (self.image * self.config.tokens + place).flatten()
+        rows = (self.begin_place + place).flatten()
         noise = kept.noise.index_select(0, rows).unflatten(0, place.shape)
         return self.sample(probs, noise, state)
 
@@ -142,7 +143,7 @@ class WindowDrafting(Drafting):
             siblings = self.sampler.distinct(q, draws, state).flatten(1)
             tokens = torch.cat([tokens, siblings], 1)
         tables, left = self.tables(len(tokens)), uniform[:, self.count :]
-        yield "draft", Drafts(tokens.index_select(1, self.order), kept.q, tables, left)
+        yield "draft", Drafts(self.order(tokens), kept.q, tables, left)
 
     def absorb(self, committed: Committed, state: DecodeState) -> None:
         """Move the window, and draft again from its distributions."""
