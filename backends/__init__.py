@@ -64,7 +64,7 @@ BACKENDS = {
         "lantern_hpu.backends.cuda.backend:CUDABackend",
         card="GPU",
         kernels=(
-            *("attention", "rms_norm", "add_norm", "rotate", "swiglu", "rotate_into"),
+            *("attention", "attend", "rms_norm", "add_norm", "rotate", "swiglu", "rotate_into"),
             *("probs", "sample", "sample_distinct", "walk", "traverse"),
         ),
     ),

@@ -35,7 +35,16 @@ from lantern_hpu.graphs.strict import check_rules
 from lantern_hpu.methods.relaxation import Multiplicative
 from lantern_hpu.models.transformer import Target, rope_table
 from lantern_hpu.ops.buffers import additive_mask
-from lantern_hpu.ops.kernels import PLAIN, CacheWrite, Kernels, Traverse, Walk, add_norm, rotate_into
+from lantern_hpu.ops.kernels import (
+    PLAIN,
+    CacheWrite,
+    Kernels,
+    Traverse,
+    Walk,
+    add_norm,
+    attend,
+    rotate_into,
+)
 from lantern_hpu.ops.kv_cache import KVCache
 from lantern_hpu.ops.sampling import SamplingParams, guided_probs, sample, sample_distinct
 from lantern_hpu.tree import DraftTree
@@ -421,7 +430,7 @@ def test_worked_examples_are_what_the_plain_walks_give() -> None:
 # ---------------------------------------------------------------------------------------- attention
 
 SHAPES = {  # rows, heads, heads of the keys, queries, slots, features
-    "splits": (2, 2, 2, 5, 260, 20),
+    "splits": (2, 2, 2, 5, 600, 20),
     "one query": (2, 4, 2, 1, 70, 64),
     "many queries": (1, 2, 1, 70, 40, 48),
 }
@@ -463,8 +472,8 @@ def test_attention(device: str, name: str) -> None:
 def test_attention_reads_what_a_row_sees_and_no_more(device: str) -> None:
     looked = Looked(device, SHAPES["splits"], torch.float32)
     before, _ = looked.both()
-    looked.k[:, :, :64] = looked.v[:, :, :64] = torch.nan
-    looked.k[:, :, 160:] = looked.v[:, :, 160:] = torch.nan
+    looked.k[:, :, :128] = looked.v[:, :, :128] = torch.nan
+    looked.k[:, :, 320:] = looked.v[:, :, 320:] = torch.nan
     assert torch.equal(looked.both()[0], before)
     # Nor do the bits of a row depend on its company.
     for part in ("q", "k", "v", "seen"):
@@ -564,6 +573,45 @@ def test_rotate_into(device: str, interleaved: bool) -> None:
             assert torch.equal(got, want)
         if moved is not None:
             assert torch.equal(keys[[1, 2, 12, 11]], before[0][[2, 3, 11, 19]])
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("name", ["new", "moves", "shared", "long", "many", "normed"])
+@on_devices
+def test_attend(device: str, name: str, interleaved: bool) -> None:
+    """What is rotated, written and moved is seen in the same call, as by one kernel after the other."""
+    random = Random(5, device)
+    heads, kv, width = 4, 2 if name == "shared" else 4, 20
+    slots, tokens = 600 if name == "long" else 70, 17 if name == "many" else 3
+    start, depth = torch.tensor([30, 9], device=device), 2 if name == "moves" else 0
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        if dtype == torch.bfloat16 and device == "cpu":
+            continue  # the interpreter multiplies no matrices of it
+        wide = random.normal(2, tokens, heads + 2 * kv, width).to(dtype)
+        q, k, v = wide.split([heads, kv, kv], 2)
+        if name == "normed":  # queries and keys have tensors of their own
+            q, k = 2 * q, 3 * k
+        rope = random.normal(2, tokens, 2, width // 2).to(dtype)
+        row = (torch.arange(2, device=device) * slots)[:, None]
+        # A path of nodes 2 and 3 of the last step moves behind the root; the new nodes overwrite where it was
+        goal = row + start[:, None] + torch.arange(-depth, tokens, device=device)
+        source = (row + start[:, None] + torch.tensor([0, 1], device=device)).flatten().int()
+        seen = torch.arange(slots, device=device) <= start[:, None, None] + torch.arange(
+            tokens, device=device
+        ).view(1, -1, 1)
+        seen[1, 0] = False  # an empty slot sees nothing
+        before, outcomes = random.normal(2, 2 * slots, kv, width).to(dtype), []
+        for function in (kernels().attend, attend):
+            assert function is not None
+            keys, values = before.clone().unbind()
+            write = CacheWrite(keys, values, goal.flatten().int(), source if depth else None)
+            mixed = function(q, k, v, rope, interleaved, write, additive_mask(seen, dtype))
+            mixed[1, :, 0] = 0
+            outcomes.append((mixed, keys, values))
+        slack = 1e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
+        for got, want in zip(*outcomes, strict=True):
+            torch.testing.assert_close(got, want, rtol=slack, atol=slack)
+        assert torch.equal(outcomes[0][2], outcomes[1][2])  # values are only moved
 
 
 @on_devices

@@ -16,10 +16,10 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")
 
 # Of the embedded model, of 8 layers, and of its widening to 36; one image
 MOST = {
-    "ar": (141, 421),
-    "scd@16": (177, 457),
-    "eagle@chain": (378, 659),
-    "eagle@mc_sim_7b_63": (431, 769),
+    "ar": (125, 349),
+    "scd@16": (161, 385),
+    "eagle@chain": (352, 577),
+    "eagle@mc_sim_7b_63": (389, 615),
 }
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lantern_hpu.models.config import DrafterConfig, TransformerConfig
 from lantern_hpu.ops.buffers import constant
 from lantern_hpu.ops.kernels import PLAIN, CacheWrite, Kernels, rotate_into
-from lantern_hpu.ops.kv_cache import GrowingCache, KVCache, LayerCache
+from lantern_hpu.ops.kv_cache import GrowingCache, KVCache, LayerCache, WrittenCache
 
 
 def rope_table(config: TransformerConfig, positions: int) -> Tensor:
@@ -170,7 +170,11 @@ class SelfAttention(nn.Module):
             if isinstance(cache, GrowingCache):
                 k, v = cache.append(k, v)
         else:
-            q = self.rotate_into(q, k, v, *how, CacheWrite(*cache.prepare_write(), index, source))
+            write = CacheWrite(*cache.prepare_write(), index, source)
+            if self.kernels.attend is not None and not isinstance(cache, WrittenCache):
+                mixed = self.kernels.attend(q, k, v, *how, write, mask)
+                return self.out(mixed.transpose(1, 2).flatten(2))
+            q = self.rotate_into(q, k, v, *how, write)
             k, v = cache.read()
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         mixed = self.kernels.attention(q, k, v, mask)  # [R, heads, T, hd]

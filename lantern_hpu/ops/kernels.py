@@ -96,6 +96,23 @@ def rotate_into(
     return rotate(q, rope, interleaved)
 
 
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rope: Tensor,
+    interleaved: bool,
+    write: CacheWrite,
+    mask: Tensor,
+    rotate_into: RotateInto = rotate_into,
+    attention: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = attention,
+) -> Tensor:
+    """`rotate_into`, then attention to what the cache holds: [R, h, T, hd]."""
+    q, shape = rotate_into(q, k, v, rope, interleaved, write), (len(q), -1)
+    keys, values = (x.unflatten(0, shape).transpose(1, 2) for x in write[:2])
+    return attention(q.transpose(1, 2), keys, values, mask)
+
+
 def swiglu(gate_up: Tensor) -> Tensor:
     """Gate and up projection in one [..., 2 F] -> [..., F]."""
     gate, up = gate_up.chunk(2, -1)
@@ -117,6 +134,8 @@ class Sizes(Protocol):
     def parameters(self) -> int: ...
 
 
+# Queries, keys and values, then how they turn, their write, and the mask [R, 1, T, S] -> [R, h, T, hd]
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor, bool, CacheWrite, Tensor], Tensor]
 RotateInto = Callable[[Tensor, Tensor, Tensor, Tensor, bool, CacheWrite], Tensor]
 
 
@@ -176,6 +195,7 @@ class Kernels:
     add_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] | None = None
     swiglu: Callable[[Tensor], Tensor] = swiglu
     rotate_into: RotateInto | None = None
+    attend: Attend | None = None  # `rotate_into`, then attention over the whole cache
     probs: Callable[[Tensor, SamplingParams, bool, int, bool, bool], Tensor] = sampling.guided_probs
     sample: Callable[[Tensor, Tensor], Tensor] = sampling.sample
     sample_distinct: Callable[[Tensor, Tensor], Tensor] = sampling.sample_distinct

@@ -54,6 +54,7 @@ def triton_candidates(device: torch.device, dtype: torch.dtype) -> dict[str, Can
 
     kernels: dict[str, Any] = {
         "attention": attention.triton_attention,
+        "attend": attention.triton_attend,
         "rms_norm": norm_rope.triton_rms_norm,
         "add_norm": norm_rope.triton_add_norm,
         "rotate": norm_rope.triton_rotate,

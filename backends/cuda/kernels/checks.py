@@ -16,6 +16,7 @@ from lantern_hpu.ops.sampling import SamplingParams
 
 TWINS: dict[str, Callable[..., Any]] = {
     "attention": kernels.attention,
+    "attend": kernels.attend,
     "rms_norm": kernels.rms_norm,
     "add_norm": kernels.add_norm,
     "rotate": kernels.rotate,
@@ -74,8 +75,13 @@ def kernel_examples(device: torch.device, dtype: torch.dtype) -> dict[str, list[
     # One of each row moves in the same write.
     more = torch.tensor([0, 1, 2, 3, 15, 16, 17, 18]).int()
     source = torch.tensor([2, 20]).int()
+    even, seen = some(2, 3, 6, 32), looks(12)[3]
     calls: dict[str, list[tuple[Any, ...]]] = {
-        "attention": [looks(40), looks(260), looks(260, 58, 128)],
+        "attention": [looks(40), looks(600), looks(260, 58, 128)],
+        "attend": [
+            (*even.split(2, 2), rope, pairs, CacheWrite(*kept[:2], *where), seen)
+            for pairs, where in ((True, kept[2:]), (False, (more, source)))
+        ],
         "rms_norm": [(some(2, 3, 96), some(96), 1e-5)],
         "add_norm": [(some(2, 3, 96), some(2, 3, 96), some(96), 1e-5)],
         "rotate": [(some(2, 3, 4, 32), rope, pairs) for pairs in (True, False)],
