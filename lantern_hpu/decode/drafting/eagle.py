@@ -47,6 +47,7 @@ class EagleDrafting(Drafting):
         self.sampler = Sampler(target, spec)
         self.width = spec.tree.depth + 1
         self.aux_layers = drafter.aux_layers
+        self.writes_often = target.kernels.attend is not None
 
     def allocate(
         self, dtype: torch.dtype, device: torch.device, by_head: bool = False
@@ -124,9 +125,13 @@ class EagleDrafting(Drafting):
         )
         return gather_rows(guess, (pending - 1)[:, None])
 
-    def scratch(self, state: DecodeState) -> ScratchCache:
-        """What the passes over this step's drafts write; the next step writes what was accepted of them."""
-        return ScratchCache(**vars(state.drafting.kv_cache.layers[0]))
+    def scratch(self, state: DecodeState) -> LayerCache:
+        """What the passes over this step's drafts write; the next step writes what was accepted of them.
+
+        Copies, as a recording may keep one write by index alone; a device's own kernel may write as often as it likes.
+        """
+        cache: LayerCache = state.drafting.kv_cache.layers[0]
+        return cache if self.writes_often else ScratchCache(**vars(cache))
 
 
 def expand(probs: Tensor, scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
