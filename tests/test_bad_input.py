@@ -159,6 +159,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "--batch-size 0": "--batch-size is 0",
         "--model x": "--preset is missing",
         "--preset magic": "unknown preset 'magic'",
+        "--preset lantern --quick": "--quick has no meaning for --preset lantern",
         "--preset lantern --panels 3": "--panels has no meaning for --preset lantern",
         "--preset lantern --metrics magic": "unknown metric 'magic'",
         "--preset lantern --export there": "--export needs the prompts of a benchmark",

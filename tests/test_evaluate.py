@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lantern_hpu.generator import ImageGenerator
-from lantern_lab.commands.evaluate import main
+from lantern_lab.commands.evaluate import evaluate_request, main, make_parser
 from lantern_lab.evaluate import drawing
 from lantern_lab.evaluate.folder import read_picture
 
@@ -169,3 +169,12 @@ def test_a_folder_of_other_things_is_left_alone(
     assert evaluated(model, tmp_path) == 2
     assert "no evaluation's folder" in capsys.readouterr().err
     assert [file.name for file in tmp_path.iterdir()] == ["letter.txt"]
+
+
+def test_the_small_form_keeps_what_is_given() -> None:
+    parse = make_parser().parse_args
+    quick = evaluate_request(parse(["--quick", "--panels", "6", "--output", "x"]))
+    usual = evaluate_request(parse(["--output", "x"]))
+    assert [str(setting) for setting in quick.settings] == ["ar", "lantern++"]
+    assert (quick.painted.images, quick.painted.panels, quick.options.rounds) == (80, 6, 50)
+    assert quick.painted.fresh < usual.painted.fresh and quick.sampling == usual.sampling

@@ -159,8 +159,8 @@ FIGURES: Columns = {
 }
 LEGEND = (
     "s an image: mean, from prompt to pixels; p95: 95 % took no longer. x ar: speed against ar of the same graph mode "
-    "and batch. host: share of a step that the host takes. of floor: the least time of a step by the rates above, of ms a "
-    "step. A written report has the rest."
+    "and batch. host: share of a step that the host takes. of floor: the least time of a step by the rates above, of "
+    "ms a step. A written report has the rest."
 )
 
 

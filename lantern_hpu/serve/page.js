@@ -4,6 +4,7 @@
 
 const at = (id) => document.getElementById(id);
 const SHOWN = 7; // partial pictures at most: making their pixels takes time as well
+const WHY = "fewer steps, but one over drafts takes longer: shorter drafts or a larger model gain more (lantern-hpu race)";
 let rows = 16;
 let served = {}; // the methods, by name
 
@@ -103,7 +104,7 @@ async function* events(response) {
   }
 }
 
-// -> seconds from request to picture; undefined if there is none
+// -> seconds from request to picture, and tokens a step; undefined if there is none
 async function draw(method, shown, first) {
   const body = {
     prompt: at("prompt").value, seed: Number(at("seed").value), method,
@@ -126,13 +127,15 @@ async function draw(method, shown, first) {
       const { tv_mean: mean, tv_max: most, tv_sum: sum } = event.metrics;
       const tv = !sum ? {} : { "TV a token": mean.toFixed(3), "largest TV": most.toFixed(3), "sum of TV": sum.toFixed(1) };
       const done = event.type === "image_generation.completed";
-      const ratio = done && first ? { speed: `${(first.seconds / seconds).toFixed(2)} times ${first.method}` } : {};
+      const gain = done && first ? first.seconds / seconds : 0;
+      const ratio = gain ? { speed: `${gain.toFixed(2)} times ${first.method}` } : {};
+      if (gain && gain < 1.1 && rate > 1.2 * first.rate) ratio.why = WHY;
       if (event.warnings?.length) notes.warning = event.warnings.join("; ");
       shown.facts({ steps, "tokens a step": rate.toFixed(2), seconds: seconds.toFixed(2), ...ratio, ...tv, ...notes });
       if (done) {
         shown.progress(rows);
         shown.bars(event.metrics.accepted_by_depth, steps);
-        return seconds;
+        return { seconds, rate };
       }
       shown.progress(event.rows);
     }
@@ -150,8 +153,8 @@ at("form").onsubmit = async (event) => {
   panels.slice(1).forEach((shown) => shown.facts({ waits: `until ${methods[0]} is done` }));
   let first = null;
   for (const [i, method] of methods.entries()) {
-    const seconds = await draw(method, panels[i], first);
-    if (seconds && !first) first = { method, seconds };
+    const drawn = await draw(method, panels[i], first);
+    if (drawn && !first) first = { method, ...drawn };
   }
   at("go").disabled = false;
   document.body.dataset.done = "yes";

@@ -33,6 +33,8 @@ from lantern_lab.evaluate.protocols import PRESETS, SCENES, SCENES_ROWS, Library
 from lantern_lab.evaluate.sets import export
 
 NO_METRIC = "none"
+# A small form, for a first look: what is not given
+QUICK = {"method": "ar,lantern++", "num_images": 80, "panels": 4, "fresh": 400, "rounds": 50}
 OTHERS = "also score a folder of images of another program, named by prompt id; repeat for several"
 
 
@@ -72,6 +74,10 @@ def add_drawn(group: argparse._ArgumentGroup) -> None:
     panels = f"for {SCENES}: captions with four images each, to compare by eye"
     add_fields(group, PaintedOptions, "images", "panels", num_images=images, panels=panels)
     add_fields(group, EvaluateOptions, "seed", "batch_size")
+    small = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in QUICK.items())
+    add(
+        "--quick", action="store_true", default=None, help=f"for {SCENES}: a first look, of {small}"
+    )
     add(
         "--no-floor",
         action="store_true",
@@ -101,7 +107,7 @@ def preset_for(args: argparse.Namespace) -> str:
     if name != SCENES:
         preset_of(name)
     library = "prompts prompts_file metrics reference inception vgg clip hps export"
-    others = (library if name == SCENES else "fresh panels").split()
+    others = (library if name == SCENES else "fresh panels quick").split()
     given = [option for option in others if getattr(args, option) is not None]
     if given:
         option = "--" + given[0].replace("_", "-")
@@ -120,6 +126,9 @@ def library_of(args: argparse.Namespace, preset: str) -> Library:
 
 def evaluate_request(args: argparse.Namespace) -> EvaluateRequest:
     preset = preset_for(args)
+    if args.quick:
+        given = {name: value for name, value in vars(args).items() if value is not None}
+        args = argparse.Namespace(**vars(args) | QUICK | given)
     library = None if preset == SCENES else library_of(args, preset)
     rows = SCENES_ROWS if library is None else library.preset.rows
     made = {
