@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -82,6 +83,24 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
     resources = {"metadata": {"path": str(tmp_path)}}
     nbclient.NotebookClient(notebook, timeout=600, resources=resources).execute()
     assert (tmp_path / "apple.png").is_file()
+
+
+def test_outputs_that_the_notebook_keeps_are_those_of_its_code(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Its first two cells are run; where another processor rounds otherwise, steps differ a little."""
+    notebook = json.loads((DOCS / "notebooks" / "first_steps.ipynb").read_text("utf-8"))
+    draws, prints, *_ = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    names: dict[str, object] = {}
+    for cell in (draws, prints):
+        exec(compile("".join(cell["source"]), "first_steps.ipynb", "exec"), names)
+    line = re.compile(r"(\w.*?) +seed (\d+)  (\d+) steps, ([\d.]+) tokens a step")
+    shown = line.findall(capsys.readouterr().out)
+    kept = line.findall("".join(prints["outputs"][0]["text"]))
+    assert [found[:2] for found in kept] == [found[:2] for found in shown] != []
+    for before, now in zip(kept, shown, strict=True):
+        assert int(before[2]) == pytest.approx(int(now[2]), rel=0.2)
+        assert float(before[3]) == pytest.approx(float(now[3]), rel=0.2)
 
 
 def test_each_page_of_the_site_is_listed() -> None:
