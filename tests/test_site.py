@@ -147,6 +147,21 @@ def test_tables_of_figures_are_those_of_their_raw_files() -> None:
         assert rewritten(page.read_text("utf-8")) == page.read_text("utf-8"), page
 
 
+def test_the_front_pages_chart_has_what_was_measured_on_each_machine() -> None:
+    from scripts.docs import figures
+
+    first, *others = figures.MINUTES.values()
+    found = figures.minutes(first, True)
+    assert list(found)[:3] == ["transformers", "llama.cpp", "this package, ar"] and len(found) == 5
+    rates = [rate for rate, _ in found.values()]
+    assert rates == sorted(rates), "each is faster than what is above it"
+    for files in others:
+        (_, ar), (_, best), *relaxed = figures.minutes(files, False).values()
+        assert ar == "ar" != best and len(relaxed) <= 1
+    pytest.importorskip("matplotlib")
+    assert figures.minutes_chart().startswith(b"\x89PNG")
+
+
 def test_links_of_the_front_page_can_be_made_absolute() -> None:
     from scripts.docs.absolute_links import LINK, absolute
 
