@@ -29,6 +29,7 @@ class Device:
     Attributes:
         backend: where its class is.
         card: what a cluster calls one; a processor is counted in cores.
+        visible: the variable that chooses a process's card.
         package: without which it cannot be here. without: how to run its code where it is not.
         kernels: that it has forms of its own of; `Backend.candidates` gives them.
         modes: graph modes that `verify` asks. stages: what it asks of this device alone, each in a mode.
@@ -36,6 +37,7 @@ class Device:
 
     backend: str
     card: str = "CPU"
+    visible: str = ""
     package: str = ""
     without: str = ""
     kernels: tuple[str, ...] = ()
@@ -54,6 +56,7 @@ BACKENDS = {
     "hpu": Device(
         "lantern_hpu.backends.hpu.backend:HPUBackend",
         card="HPU",
+        visible="HABANA_VISIBLE_MODULES",
         package="habana_frameworks",
         without=shell("COMMAND", Arg("device", "hpu"), Arg("emulate", True)),
         kernels=("attention", "rms_norm", "rotate"),
@@ -63,6 +66,7 @@ BACKENDS = {
     "cuda": Device(
         "lantern_hpu.backends.cuda.backend:CUDABackend",
         card="GPU",
+        visible="CUDA_VISIBLE_DEVICES",
         kernels=(
             *("attention", "attend", "rms_norm", "add_norm", "rotate", "swiglu", "rotate_into"),
             *("probs", "sample", "sample_distinct", "walk", "traverse"),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from lantern_hpu.backends import DeviceOptions, get_backend
+from lantern_hpu.backends import BACKENDS, DeviceOptions, get_backend
 from lantern_hpu.backends.base import DevicePlan, own_defaults
 from lantern_hpu.decode.memory import check_room
 from lantern_hpu.errors import OptionError, OutputError
@@ -31,7 +31,8 @@ def device_name(device: str | torch.device) -> str:
     """
     name, _, index = str(device).partition(":")
     if index not in ("", "0"):
-        hint = f"CUDA_VISIBLE_DEVICES={index}, and device={name!r}"
+        variable = BACKENDS[name].visible if name in BACKENDS else ""
+        hint = f"{variable}={index}, and device={name!r}" if variable else f"device={name!r}"
         raise OptionError(f"device is {device}", "a process draws on the first card it sees", hint)
     return name
 

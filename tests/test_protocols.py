@@ -24,7 +24,7 @@ from lantern_lab.evaluate import networks
 from lantern_lab.evaluate.metrics import Gaussian, frechet, inside
 from lantern_lab.evaluate.protocols import PRESETS, Library, PictureSource
 from lantern_lab.evaluate.scorer_published import Reference, read_statistics
-from lantern_lab.evaluate.sets import classes, coco, dpg, export, geneval, read_set
+from lantern_lab.evaluate.sets import Item, classes, coco, dpg, export, geneval, read_set
 
 CAPTIONS = {
     "images": [{"id": 7}, {"id": 139}],
@@ -130,6 +130,23 @@ def test_dpg_reads_sheets_of_four(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------ pictures and references
+
+
+def test_t2i_compbench_gets_a_file_a_picture_named_by_its_prompt(tmp_path: Path) -> None:
+    source = tmp_path / "color_val.txt"
+    source.write_text("a green bench and a blue bowl\na red book and a yellow vase\n")
+    items = read_set("t2i-compbench", source, "first", None)
+    assert len(items) == 20
+    places = {item.id: tmp_path / f"{item.id}.png" for item in items}
+    for number, path in places.items():
+        path.write_bytes(number.encode())
+    export("t2i-compbench", items, places, source, tmp_path / "out")
+    made = {file.name: file.read_text() for file in (tmp_path / "out" / "samples").iterdir()}
+    assert len(made) == 20
+    assert made["a green bench and a blue bowl_000000.png"] == "000000"
+    assert made["a red book and a yellow vase_000019.png"] == "000019"
+    with pytest.raises(OptionError, match="has a slash"):
+        export("t2i-compbench", [Item("000000", "a/b")], places, source, tmp_path / "out")
 
 
 def test_lanterns_pictures_are_the_middle_square_at_256() -> None:

@@ -15,7 +15,11 @@ from lantern_hpu.methods.setting import AUTO, Setting
 from lantern_hpu.models.files.names import PartOverrides
 from lantern_lab.evaluate.protocols import Library
 
-EXPORTED = ("geneval", "dpg")  # sets whose benchmarks read pictures in a layout of their own
+EXPORTED = (
+    "geneval",
+    "dpg",
+    "t2i-compbench",
+)  # sets whose benchmarks read pictures in a layout of their own
 
 
 @dataclass(frozen=True)
@@ -104,14 +108,16 @@ class EvaluateRequest:
         high=4096,
     )
     export: Path | None = option(
-        None, "also copy the images in the layout of GenEval or DPG-Bench", metavar="FOLDER"
+        None,
+        "also copy the images in the layout of GenEval, DPG-Bench or T2I-CompBench",
+        metavar="FOLDER",
     )
 
     def __post_init__(self) -> None:
         check_ranges(self)
         Sampling(**self.sampling)
         if self.export and (self.library is None or self.library.prompts not in EXPORTED):
-            hint = words(Arg("prompts", "geneval"), "or dpg")
+            hint = words(Arg("prompts", "geneval"), ", dpg or t2i-compbench")
             raise OptionError(words(Arg("export"), "needs the prompts of a benchmark"), hint=hint)
         tuned = any(setting.tree == AUTO for setting in self.settings)
         if self.workers is not None and (self.options.places or tuned):

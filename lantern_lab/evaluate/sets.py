@@ -107,7 +107,20 @@ def dpg(folder: Path) -> list[Item]:
     return [Item(f"{name}-{k}", text) for name, text in texts.items() for k in range(4)]
 
 
-SETS = ("coco-val2017", "coco-val2014-30k", "parti", "imagenet-50k", "geneval", "dpg", "file")
+def compbench(file: Path) -> list[Item]:
+    """Ten pictures of each prompt of a file of T2I-CompBench, numbered through."""
+    texts = [text for text in numbered_prompts(file).values() for _ in range(10)]
+    return [Item(f"{i:06d}", text) for i, text in enumerate(texts)]
+
+
+READERS = {
+    "parti": plain,
+    "file": plain,
+    "geneval": geneval,
+    "dpg": dpg,
+    "t2i-compbench": compbench,
+}
+SETS = ("coco-val2017", "coco-val2014-30k", "imagenet-50k", *READERS)
 
 
 def read_set(name: str, file: Path | None, rule: str, count: int | None) -> list[Item]:
@@ -128,7 +141,7 @@ def read_set(name: str, file: Path | None, rule: str, count: int | None) -> list
         most = 30_000 if name.endswith("30k") else None
         result = coco(file, rule, most)
     else:
-        result = {"parti": plain, "file": plain, "geneval": geneval, "dpg": dpg}[name](file)
+        result = READERS[name](file)
     for item in result[:count]:
         check_text(f"prompt {item.id} of {file}", item.prompt)
     return result[:count]
@@ -140,6 +153,7 @@ WHERE = {
     "parti": "PartiPrompts.tsv of https://github.com/google-research/parti",
     "geneval": "evaluation_metadata.jsonl of https://github.com/djghosh13/geneval",
     "dpg": "the folder dpg_bench/prompts of https://github.com/TencentQQGYLab/ELLA",
+    "t2i-compbench": "a file of examples/dataset of https://github.com/Karine-Huang/T2I-CompBench",
     "file": ".txt, .tsv, .csv, .json or .jsonl",
 }
 
@@ -150,9 +164,10 @@ def export(
     """Pictures in the layout that a benchmark reads.
 
     GenEval: NUMBER/metadata.jsonl and NUMBER/samples/0000.png to 0003.png. DPG: NAME.png, a sheet of 2 x 2.
+    T2I-CompBench: samples/PROMPT_000000.png, numbered through.
 
     Args:
-        name: "geneval" or "dpg". places: pictures by the items' ids. source: the set's own file.
+        name: "geneval", "dpg" or "t2i-compbench". places: pictures by the items' ids. source: the set's own file.
         to: an empty or new folder.
     """
     if name == "geneval":
@@ -164,6 +179,13 @@ def export(
             write_file(
                 folder / "samples" / f"{sample}.png", places[item.id].read_bytes(), force=True
             )
+        return
+    if name == "t2i-compbench":
+        for item in items:
+            if "/" in item.prompt:
+                raise OptionError(f"{item.prompt!r} names no file", "it has a slash")
+            file = to / "samples" / f"{item.prompt}_{item.id}.png"
+            write_file(file, places[item.id].read_bytes(), force=True)
         return
     by_name: dict[str, list[Image.Image]] = {}
     for item in items:
