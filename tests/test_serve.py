@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import io
 import json
 import os
@@ -34,6 +35,7 @@ from httpx._config import DEFAULT_TIMEOUT_CONFIG
 from numpy.typing import NDArray
 from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.datastructures import Headers
 
 from lantern_hpu import cli
 from lantern_hpu.backends import host
@@ -1355,3 +1357,192 @@ def test_lanes_hold_their_engines_as_long_as_the_thread_runs(model: Path) -> Non
     assert not pipeline.engines.shrink(0) and all(engine.pins for engine in engines)
     decoder.stop()
     assert pipeline.engines.shrink(0) and len(engines) == 2
+
+
+# Behind others: probes, proxies, and clients of other endpoints
+
+GETS = ["/", "/page.js", "/docs", "/openapi.json", "/livez", "/readyz", "/health", "/version"]
+
+
+@pytest.mark.parametrize("path", [*GETS, "/metrics", "/v1/models", "/v1/models/tiny", "/nothing"])
+def test_head_answers_as_get_does_without_a_body(server: Running, path: str) -> None:
+    whole, bare = (httpx.request(verb, server.url + path) for verb in ("GET", "HEAD"))
+    assert bare.status_code == whole.status_code and bare.content == b""
+    assert bare.headers["content-type"] == whole.headers["content-type"]
+    allowed = httpx.delete(server.url + path).headers.get("allow", "GET, HEAD")
+    assert {*allowed.split(", ")} == {"GET", "HEAD"}
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [("/health", 200), ("/livez", 200), ("/readyz", 200), ("/v1/models", 403), ("/", 403)],
+)
+def test_probes_of_http_1_0_need_no_host(server: Running, path: str, status: int) -> None:
+    with connection(server, f"GET {path} HTTP/1.0", "", "") as made:
+        answer = b"".join(iter(lambda: made.recv(4096), b""))
+    assert answer.startswith(f"HTTP/1.1 {status}".encode())
+
+
+def test_idle_connections_stay_as_long_as_the_option_says(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = dict[str, Any]()
+
+    def config(app: Any, **how: Any) -> None:
+        seen.update(how)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(uvicorn, "Config", config)
+    monkeypatch.setattr(process, "load_decoder", lambda options: None)
+    for options in (ServeOptions(str(model)), ServeOptions(str(model), keep_alive=12)):
+        with pytest.raises(KeyboardInterrupt):
+            process.serve(options, "127.0.0.1", 0)
+        assert seen["timeout_keep_alive"] == options.keep_alive
+    assert ServeOptions().keep_alive == 75
+    with pytest.raises(OptionError, match="keep_alive is 0"):
+        ServeOptions(keep_alive=0)
+
+
+def test_a_stream_that_waits_sends_comments_and_no_proxy_holds_it_back(
+    server: Running, slow: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client of OpenAI's API skips them."""
+    monkeypatch.setattr(middleware, "SILENT", 0.02)
+    body = {"prompt": "red cat", "seed": 7, "stream": True, "method": "ar"}
+    with httpx.stream("POST", server.url + PATH, json=body, timeout=300) as answer:
+        assert answer.headers["x-accel-buffering"] == "no"
+        lines = [*answer.iter_lines()]
+    assert lines.count(": waiting") > 1 and lines.count("event: image_generation.completed") == 1
+    client = openai.OpenAI(base_url=server.url + "/v1", api_key="none")
+    extra = {"seed": 7, "method": "ar"}
+    events = [*client.images.generate(prompt="red cat", stream=True, extra_body=extra)]
+    assert [event.type for event in events] == ["image_generation.completed"]
+
+
+def url_of(server: Running, headers: dict[str, str]) -> str:
+    body = {"prompt": "cat", "method": "ar", "response_format": "url"}
+    answer = httpx.post(server.url + PATH, json=body, headers=headers, timeout=300)
+    return str(answer.json()["data"][0]["url"] if answer.is_success else answer.json()["error"])
+
+
+HOST, OVER, AT = "X-Forwarded-Host", "X-Forwarded-Proto", "X-Forwarded-Prefix"
+PROXIED: dict[
+    str, tuple[dict[str, str], str]
+] = {  # headers, and how the address begins, or what is said
+    "nothing": ({}, "http://127.0.0.1"),
+    "TLS": ({OVER: "https"}, "https://127.0.0.1"),
+    "a host": ({HOST: "pics.example.com"}, "http://pics.example.com/v1/"),
+    "a host and a port": ({HOST: "pics.example.com:8443"}, "http://pics.example.com:8443/v1/"),
+    "a path": ({HOST: "h", AT: "/lantern"}, "http://h/lantern/v1/"),
+    "a path with a slash": ({HOST: "h", AT: "/a/b/"}, "http://h/a/b/v1/"),
+    "no path": ({HOST: "h", AT: "/"}, "http://h/v1/"),
+    "two proxies": ({HOST: "h, inner", AT: "/a, /b", OVER: "https, http"}, "https://h/a/v1/"),
+    "an address": ({HOST: "[2001:db8::1]:80"}, "http://[2001:db8::1]:80/v1/"),
+    "an odd scheme": ({OVER: "javascript"}, "X-Forwarded-Proto is 'javascript'"),
+    "an odd host": ({HOST: "h/../x"}, "X-Forwarded-Host is 'h/../x'"),
+    "an odd path": ({AT: "//evil.example"}, "X-Forwarded-Prefix is '//evil.example'"),
+}
+
+
+@pytest.mark.parametrize("kind", PROXIED)
+def test_addresses_in_answers_are_those_of_the_proxy(server: Running, kind: str) -> None:
+    headers, wanted = PROXIED[kind]
+    assert wanted in url_of(server, headers)
+
+
+@pytest.mark.parametrize(
+    ("peer", "named", "believed"),
+    [
+        ("127.0.0.1", (), True),
+        ("::1", (), True),
+        ("192.0.2.2", (), True),  # the server's own address: the proxy is on this machine
+        ("10.1.2.3", (), False),
+        ("10.1.2.3", ("10.0.0.0/8",), True),
+        ("::ffff:10.1.2.3", ("10.0.0.0/8",), True),
+        ("10.1.2.3", ("10.1.2.4", "fd00::/8"), False),
+        ("10.1.2.3", ("*",), True),
+        ("gateway", ("10.0.0.0/8",), False),
+    ],
+)
+def test_headers_of_proxies_that_are_not_named_are_not_believed(
+    peer: str, named: tuple[str, ...], believed: bool
+) -> None:
+    scope = {"client": (peer, 9), "server": ("192.0.2.2", 80), "headers": [(b"host", b"h")]}
+    sent = Headers({HOST: "pics.example.com", AT: "/x", OVER: "https"})
+    options = ServeOptions(forwarded_allow_ips=named, root_path="/own")
+    scope |= {"scheme": "http", "path": "/"}
+    seen = middleware.as_public(scope, sent, options)
+    found = (seen["scheme"], dict(seen["headers"])[b"host"], seen["root_path"])
+    assert found == (("https", b"pics.example.com", "/x") if believed else ("http", b"h", "/own"))
+    assert scope["scheme"] == "http"
+
+
+def test_a_server_at_a_path_answers_there_and_its_page_asks_nothing_of_the_root(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved = replace(server.app.state.options, root_path="/l")
+    monkeypatch.setitem(server.app.state._state, "options", moved)
+    for path in ("/health", "/l/health", "/l/v1/models"):
+        assert httpx.get(server.url + path).status_code == 200
+    address = url_of(server, {HOST: "pics.example.com"})
+    assert address.startswith("http://pics.example.com/l/v1/images/files/")
+    assert (
+        httpx.get(server.url + address.removeprefix("http://pics.example.com")).status_code == 200
+    )
+    page, script = (httpx.get(server.url + path).text for path in ("/l/", "/l/page.js"))
+    assert not re.search(r"""(src|href|fetch)[=(]["'`]/""", page + script)
+    for bad in ("l", "/l/", "//x", "/a b"):
+        with pytest.raises(OptionError, match="root_path"):
+            ServeOptions(root_path=bad)
+    with pytest.raises(OptionError, match="forwarded_allow_ips"):
+        ServeOptions(forwarded_allow_ips=("proxy.example.com",))
+
+
+@pytest.mark.parametrize("coding", ["gzip", "br", None])
+def test_a_body_that_came_compressed_is_called_so(
+    server: Running, coding: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the answer and in the log."""
+    body = gzip.compress(json.dumps({"prompt": "cat"}).encode())
+    headers = KIND | ({"Content-Encoding": coding} if coding else {})
+    with caplog.at_level("INFO", "lantern_hpu.serve"):
+        answer = httpx.post(server.url + PATH, content=body, headers=headers)
+        server.until(lambda: any("error" in line for line in caplog.messages))
+    assert answer.status_code == 415
+    assert (coding or "gzip") in answer.json()["error"]["message"]
+    assert (coding or "gzip") in next(line for line in caplog.messages if "error" in line)
+
+
+def test_a_seed_of_minus_one_is_random_on_every_surface(
+    server: Running, pipeline: LanternPipeline, model: Path, tmp_path: Path
+) -> None:
+    seeds = [server.post(prompt="cat", seed=-1, method="ar").json()["seed"] for _ in range(2)]
+    seeds += [pipeline("cat", seed=-1, method="ar").records[0].seed for _ in range(2)]
+    for name in ("a.png", "b.png"):
+        words = ["generate", "--model", str(model), "--prompt", "cat", "--method", "ar"]
+        assert cli.main([*words, "--seed", "-1", "--output", str(tmp_path / name)]) == 0
+        seeds.append(read_png(tmp_path / name)["seed"])
+    assert len(set(seeds)) == 6 and min(seeds) >= 0
+
+
+@pytest.mark.parametrize("size", [10, MAX_BODY + 1, 4 << 20])
+def test_edits_are_answered_as_what_is_not_served(client: openai.OpenAI, size: int) -> None:
+    """Also where the picture is larger than any body that is read."""
+    picture = ("a.png", bytes(size), "image/png")
+    for ask in (
+        lambda: client.images.edit(image=picture, prompt="a red apple"),
+        lambda: client.images.create_variation(image=picture),
+    ):
+        with pytest.raises(openai.BadRequestError, match="does not edit images") as refused:
+            ask()
+        assert refused.value.code == "unsupported_operation"
+
+
+def test_other_endpoints_say_which_one_there_is(client: openai.OpenAI) -> None:
+    for ask in (
+        lambda: client.embeddings.create(model="x", input="a"),
+        lambda: client.audio.transcriptions.create(model="x", file=("a.wav", bytes(99))),
+        lambda: client.chat.completions.create(model="x", messages=[]),
+    ):
+        with pytest.raises(openai.NotFoundError, match=f"images are: POST {PATH}"):
+            ask()
