@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import threading
 import time
@@ -27,7 +26,6 @@ from lantern_hpu.decode.pixels import codes_of, decode_codes, preview
 from lantern_hpu.decode.spec import Spec, batch_size_for
 from lantern_hpu.errors import (
     Arg,
-    DeviceError,
     OptionError,
 )
 from lantern_hpu.methods.setting import (
@@ -72,7 +70,6 @@ class ImageGenerator:
         self.options = options
         self.given = given
         self.load_seconds = 0.0
-        self.process = os.getpid()
         self.engines = EngineCache(model, fit)
         self.lock = threading.RLock()
         self.diffusion: DiffusionPixels | None = None  # makes pictures where no tokenizer does
@@ -83,22 +80,12 @@ class ImageGenerator:
         """Give the device's memory back."""
         self.engines.close()
 
-    def check_process(self) -> None:
-        """Raise a DeviceError in a forked child, whose operators would wait for threads that were not forked."""
-        if os.getpid() != self.process and torch.get_num_threads() > 1:
-            why = "its operators would wait for ever for threads that stayed in the parent"
-            hint = (
-                "use spawn: multiprocessing.get_context('spawn'), and load the model in the child"
-            )
-            raise DeviceError("the model was loaded before this process was forked", why, hint)
-
     def resolve(self, setting: Setting | str, size: int = 1) -> Resolved:
         """What a setting draws with, for `size` images decoded together; see `methods.setting.resolve`.
 
         Raises:
-            OptionError: it cannot be read, or no tree was tuned for `auto`. DeviceError: see `check_process`.
+            OptionError: it cannot be read, or no tree was tuned for `auto`.
         """
-        self.check_process()
         asked = Setting.of(setting) if isinstance(setting, str) else setting
         device, known = self.backend.name, self.model.fastest
         config = self.model.target.config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from lantern_hpu import LanternPipeline
 from lantern_hpu.commands import generate, pixels, plan
-from lantern_hpu.errors import WeightsError
+from lantern_hpu.errors import DeviceError, OptionError, WeightsError
 from lantern_hpu.models.files.load import open_model
 from lantern_hpu.models.files.names import PartOverrides
 from lantern_hpu.zoo.find import find_parts
@@ -370,3 +371,43 @@ def test_codes_of_a_model_whose_rows_are_closed_come_without_what_closes_them(
         assert pictures(save(tmp_path / "emu3.pth", content), public / "emu3") == 1
         made.add(next((tmp_path / "out").glob("*.png")).read_bytes())
     assert len(made) == 1
+
+
+# ------------------------------------------------------------------------------------ processes and cards
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_forked_child_draws_with_one_thread_and_says_use_spawn_with_more(
+    threads: int, pipeline: LanternPipeline
+) -> None:
+    """Where it would wait for ever: threads are not forked."""
+    whole = pipeline("red cat", method="ar").tokens
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            said = f"drew {np.array_equal(pipeline('red cat', method='ar').tokens, whole)}"
+        except DeviceError as error:
+            said = str(error)
+        os.write(writer, said.encode())
+        os._exit(0)
+    torch.set_num_threads(before)
+    os.waitpid(child, 0)
+    seen = os.read(reader, 1000).decode()
+    assert ("use spawn" in seen) if threads > 1 else (seen == "drew True"), seen
+
+
+@pytest.mark.parametrize(
+    ("device", "hint"),
+    [
+        ("hpu:3", "HABANA_VISIBLE_MODULES=3, and device='hpu'"),
+        ("cuda:1", "CUDA_VISIBLE_DEVICES=1, and device='cuda'"),
+        ("cpu:1", "device='cpu'"),
+    ],
+)
+def test_a_card_by_its_number_is_chosen_by_its_own_variable(device: str, hint: str) -> None:
+    with pytest.raises(OptionError) as refused:
+        LanternPipeline.from_pretrained("builtin", device=device)
+    assert str(refused.value).endswith(f"try: {hint}")

@@ -6,6 +6,7 @@ Engines of a model are built when first needed, and the last used ones kept. Thi
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +32,7 @@ from lantern_hpu.decode.scheduled import ScheduledDrafting, ScheduledStep
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.decode.state import Bounds, DecodeState, PrefillInput, paired
 from lantern_hpu.decode.step import Accepted, Prefill, Step
-from lantern_hpu.errors import Arg, CaptureError, OptionError, words
+from lantern_hpu.errors import Arg, CaptureError, DeviceError, OptionError, words
 from lantern_hpu.graphs import make_runner
 from lantern_hpu.models.model import ImageModel
 from lantern_hpu.models.text.prefix import Prefix
@@ -405,9 +406,20 @@ class EngineCache:
     def __init__(self, model: ImageModel, fit: DevicePlan) -> None:
         self.model, self.fit, self.backend, self.kept = model, fit, fit.backend, MAX_ENGINES
         self.engines: OrderedDict[tuple[Spec, int], Engine] = OrderedDict()  # by spec and number
+        self.process = os.getpid()
 
     def get(self, spec: Spec) -> Engine:
-        """An engine of a spec that nothing holds, now the youngest."""
+        """An engine of a spec that nothing holds, now the youngest.
+
+        Raises:
+            DeviceError: this is a forked child, whose operators would wait for threads that were not forked.
+        """
+        if os.getpid() != self.process and torch.get_num_threads() > 1:
+            why = "its operators would wait for ever for threads that stayed in the parent"
+            hint = (
+                "use spawn: multiprocessing.get_context('spawn'), and load the model in the child"
+            )
+            raise DeviceError("the model was loaded before this process was forked", why, hint)
         key = self.free_key(spec)
         if key not in self.engines:
             self.shrink(self.kept - 1)
