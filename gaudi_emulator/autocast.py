@@ -1,18 +1,23 @@
 """`torch.autocast` on the device: which operators run in the lower format and which in float32.
 
 torch casts by dispatch keys, which the emulated tensors do not have, so arguments are cast where a function is
-called. The lists are the default ones of Habana's page on mixed precision.
+called. The lists are the default ones of Habana's page on mixed precision, unless flags name files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gaudi_emulator.device import current
 from gaudi_emulator.nested import mapped
 from gaudi_emulator.tensor import DEVICE, HPUTensor
 
@@ -20,32 +25,79 @@ OWNERS = (torch, F, torch._C._nn, Tensor)
 LOWER = (
     "addmm addbmm batch_norm baddbmm bmm conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d "
     "dot dropout feature_dropout group_norm instance_norm layer_norm leaky_relu linear matmul mean mm mul mv "
-    "softmax log_softmax scaled_dot_product_attention __matmul__ __rmatmul__ __mul__ __rmul__ multiply einsum"
-)
+    "softmax log_softmax scaled_dot_product_attention multiply einsum"
+).split()
+LOWER_FIRST = frozenset({"batch_norm", "group_norm", "instance_norm", "layer_norm"})
 FLOAT32 = (
     "acos addcdiv asin atan2 bilinear binary_cross_entropy binary_cross_entropy_with_logits cdist cosh "
     "cosine_embedding_loss cosine_similarity cross_entropy dist div divide embedding embedding_bag erfinv exp expm1 "
     "hinge_embedding_loss huber_loss kl_div l1_loss log log10 log1p log2 logsumexp margin_ranking_loss mse_loss "
     "multi_margin_loss multilabel_margin_loss nll_loss pdist poisson_nll_loss pow reciprocal renorm rsqrt sinh "
-    "smooth_l1_loss soft_margin_loss softplus tan topk triplet_margin_loss true_divide __truediv__ __pow__"
-)
+    "smooth_l1_loss soft_margin_loss softplus tan topk triplet_margin_loss true_divide"
+).split()
+SIGNS = {
+    "add": "__add__ __radd__",
+    "div": "__truediv__",
+    "matmul": "__matmul__ __rmatmul__",
+    "mul": "__mul__ __rmul__",
+    "pow": "__pow__ __rpow__",
+    "sub": "__sub__",
+    "true_divide": "__truediv__",
+}
+# Files with a name a line, which take the place of the lists
+FILES = ("PT_HPU_AUTOCAST_LOWER_PRECISION_OPS_LIST", "PT_HPU_AUTOCAST_FP32_OPS_LIST")
 
 
-def functions(names: str) -> set[Callable[..., Any]]:
-    found = (getattr(owner, name, None) for owner in OWNERS for name in names.split())
-    return {function for function in found if function is not None}
+@dataclass(frozen=True)
+class Lists:
+    """Functions by what autocast does to their arguments."""
+
+    lower: frozenset[Callable[..., Any]]
+    first: frozenset[
+        Callable[..., Any]
+    ]  # of `lower`, those that have the first argument cast alone
+    float32: frozenset[Callable[..., Any]]
 
 
-LOWER_FUNCTIONS, FLOAT32_FUNCTIONS = functions(LOWER), functions(FLOAT32)
+def lists(flags: Mapping[str, str]) -> Lists:
+    """As the bridge has them (hpu_ops/autocast_helpers.h): the default ones, or those of the files of its flags."""
+    return lists_of(*map(flags.get, FILES))
+
+
+@cache
+def lists_of(lower_file: str | None, float32_file: str | None) -> Lists:
+    lowered = functions(names(lower_file, LOWER))
+    float32 = functions(names(float32_file, FLOAT32))
+    return Lists(lowered, lowered & functions(LOWER_FIRST), float32 - lowered)
+
+
+def names(file: str | None, default: Iterable[str]) -> Iterable[str]:
+    """A file's, or the default ones if there is none to read."""
+    if not file:
+        return default
+    try:
+        return Path(file).read_text(encoding="utf-8").split()
+    except OSError:
+        warnings.warn(f"no {file} to read: autocast has its default list", stacklevel=2)
+        return default
+
+
+def functions(names: Iterable[str]) -> frozenset[Callable[..., Any]]:
+    every = {*names}
+    for name in every & {*SIGNS}:
+        every.update(SIGNS[name].split())
+    found = (getattr(owner, name, None) for owner in OWNERS for name in every)
+    return frozenset(function for function in found if function is not None)
 
 
 def cast(func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The arguments in the format that autocast has the function run in, if it is on and says one."""
     if not torch.is_autocast_enabled(DEVICE):
         return args, kwargs
-    if func in LOWER_FUNCTIONS:
+    known = lists(current().flags)
+    if func in known.lower:
         goal = torch.get_autocast_dtype(DEVICE)
-    elif func in FLOAT32_FUNCTIONS:
+    elif func in known.float32:
         goal = torch.float32
     else:
         return args, kwargs
@@ -54,4 +106,7 @@ def cast(func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
         floats = isinstance(tensor, HPUTensor) and tensor.is_floating_point()
         return tensor.to(goal) if floats and tensor.dtype != goal else tensor
 
+    if func in known.first:
+        given = {"input": kwargs["input"]} if "input" in kwargs else {}
+        return (*mapped(args[:1], change), *args[1:]), kwargs | mapped(given, change)
     return mapped(args, change), mapped(kwargs, change)

@@ -130,6 +130,12 @@ class Device:
 
         return modules(self)
 
+    @property
+    def autoloads(self) -> bool:
+        """Whether `import torch` loads the bridge."""
+        kept_away = self.lazy or os.environ.get("PT_HPU_AUTOLOAD") == "0"
+        return self.release.autoloads and not kept_away
+
     # Operators
 
     def run(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -152,8 +158,7 @@ class Device:
         raw_kwargs = {name: self.unwrap(op, value, held) for name, value in kwargs.items()}
         if raw_kwargs.get("device") is not None:
             raw_kwargs["device"] = torch.device("cpu")
-        why = checks.falls_back(self, op, args, kwargs) if op.native else "no kernel"
-        if why:
+        if why := checks.falls_back(self, op, args, kwargs):
             self.fall_back(op, why)
         if self.recording is not None:
             for target in ops.written_arguments(op, raw_args, raw_kwargs):
@@ -236,7 +241,7 @@ class Device:
         """A tensor with storage of its own."""
         checks.known_format(raw.dtype)
         made = HPUTensor(raw)
-        self.allocate(made, raw.nbytes)
+        self.allocate(made, checks.stored_size(self, raw))
         if self.recording is not None:
             self.recording.follow(made)
         return made
@@ -476,11 +481,21 @@ def flag(flags: Mapping[str, str], name: str, default: bool = False) -> bool:
 def execute(func: Any, args: Args, kwargs: Kwargs, seed: int | None) -> Any:
     """Run an operator on CPU tensors; a random one from its own seed."""
     func = STAND_INS.get(func._schema.name, func)
+    if func in BYTE_BY_BYTE and args[0].dtype in ops.FLOAT8:
+        return moved_as_bytes(func, args, kwargs)
     if seed is None:
         return func(*args, **kwargs)
     with fork_rng(devices=[]):
         manual_seed(seed)
         return func(*args, **{n: None if n == "generator" else v for n, v in kwargs.items()})
+
+
+def moved_as_bytes(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """An operator that only moves numbers of one byte, for which the CPU has no kernel."""
+    first, eights = args[0], (isinstance(a, Tensor) and a.dtype in ops.FLOAT8 for a in args)
+    plain = [a.view(torch.uint8) if is8 else a for a, is8 in zip(args, eights, strict=True)]
+    made = func(*plain, **kwargs)
+    return first if made is plain[0] else made.view(first.dtype)
 
 
 def batch_norm(
@@ -517,6 +532,10 @@ STAND_INS: dict[str, Callable[..., Any]] = {
     "aten::native_batch_norm": batch_norm,
     "aten::native_batch_norm_backward": batch_norm_backward,
 }
+
+BYTE_BY_BYTE = frozenset(
+    getattr(torch.ops.aten, name).default for name in ("index_copy", "index_copy_", "gather")
+)
 
 # Operators that move data or read it
 

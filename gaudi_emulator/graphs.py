@@ -27,7 +27,7 @@ from gaudi_emulator.device import Device, current, flag
 from gaudi_emulator.lint import checks
 from gaudi_emulator.nested import mapped, tensors_in
 from gaudi_emulator.rehearsal import Run, module_tensors, plain_attributes, rehearse
-from gaudi_emulator.tensor import DEVICE, Args, HPUTensor, Kwargs
+from gaudi_emulator.tensor import DEVICE, Args, HPUTensor, Kwargs, flat
 
 GARBAGE = -(2**31)
 SHAPES = 16  # of the inputs of one wrapped function, beyond which its graphs are reported
@@ -96,6 +96,11 @@ class Recording:
         if isinstance(value, list):
             return [self.point(item) for item in value]
         return value
+
+    def reads(self, raw: Tensor) -> bool:
+        """Whether a recorded operator has a tensor from outside for an argument."""
+        given = (flat((*step.args, *step.kwargs.values())) for step in self.steps)
+        return any(value is raw for values in given for value in values)
 
     def follow(self, tensor: HPUTensor) -> None:
         """A tensor made in this capture: if it outlives the capture, replays refresh it."""
@@ -366,6 +371,7 @@ class CachedParams:
     signature: Any = None
     run: Run | None = None  # of the function, before the capture
     attributes: Any = None  # of its module
+    state: dict[str, Tensor] = field(default_factory=dict)  # of it, as far as the graph reads it
     callers: list[weakref.ref[HPUTensor]] = field(default_factory=list)  # first inputs
     handed_out: list[weakref.ref[HPUTensor]] = field(default_factory=list)
 
@@ -444,6 +450,8 @@ class Wrapped:
         known = CachedParams(mapped(inputs, alias), outputs, made, signature=signature(inputs))
         known.callers = [weakref.ref(t) for t in tensors_in(inputs)]
         known.run, known.attributes = run, plain_attributes(self.func)
+        assert made.recording is not None
+        known.state = {n: raw for n, raw in self.state().items() if made.recording.reads(raw)}
         self.cache[key] = known
         if self.live:
             return self.bound(known, inputs)
@@ -451,6 +459,11 @@ class Wrapped:
             made.replay()
         known.handed_out = [weakref.ref(t) for t in tensors_in(outputs) if made.made(t)]
         return outputs
+
+    def state(self) -> dict[str, Tensor]:
+        """What the tensors of its module hold, by name."""
+        held = module_tensors(self.func).items()
+        return {name: t.raw for name, t in held if isinstance(t, HPUTensor)}
 
     def rehearse(self, device: Device, inputs: Any, known: Run | None = None) -> Run | None:
         def body() -> None:
@@ -476,6 +489,9 @@ class Wrapped:
             device.findings.hit(
                 "H022", "dtype or type of an argument differs from the capture", "error"
             )
+        for name, raw in self.state().items():
+            if raw is not known.state.get(name, raw):
+                device.findings.hit("H069", f"{name}, after the capture", "error")
         if known.run and (now := plain_attributes(self.func)) != known.attributes:
             known.attributes = now
             self.rehearse(device, inputs, known.run)

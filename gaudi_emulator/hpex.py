@@ -61,9 +61,13 @@ def backward_of(plain: Callable[..., Tensor]) -> Callable[..., Any]:
 
     def backward(ctx: Any, grad: Tensor) -> Any:
         again = torch.is_grad_enabled()
-        inputs = [x if t is None else t for t, x in zip(ctx.saved_tensors, ctx.inputs, strict=True)]
-        learning = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
         with torch.enable_grad():
+            # Under names of their own, so that hooks of the caller's tensors hear of one gradient
+            inputs = [
+                x if t is None else t.view_as(t)
+                for t, x in zip(ctx.saved_tensors, ctx.inputs, strict=True)
+            ]
+            learning = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
             made = torch.autograd.grad(plain(*inputs), learning, grad, create_graph=again)
         found = iter(made)
         return tuple(

@@ -186,11 +186,20 @@ def traced_as(
     **rest: Any,
 ) -> dict[str, Any]:
     """What of the arguments of `torch.compile` the tracers care for."""
-    for name in options or ():
-        if name in release.unknown_options:
+    given = dict(options or {})
+    for name in given:
+        if name not in release.backend_options:
             raise RuntimeError(f"hpu_backend of {release} has no option {name!r}")
-    fixed = bool((options or {}).get("force_static_compile"))
-    return {"fullgraph": fullgraph, "dynamic": False if fixed else dynamic}
+    fixed = bool(given.get("force_static_compile"))
+    heard = {flag: str(int(given[name])) for name, flag in HEARD.items() if name in given}
+    return {"fullgraph": fullgraph, "dynamic": False if fixed else dynamic, "flags": heard}
+
+
+# Options of hpu_backend that change what it does here, and the flags that say the same for all functions
+HEARD = {
+    "use_eager_fallback": "PT_HPU_USE_EAGER_FALLBACK",
+    "use_inplace_index_copy": "PT_HPU_USE_INPLACE_INDEX_COPY",
+}
 
 
 READ_AT_EACH_CALL = ("PT_HPUGRAPH_DISABLE_TENSOR_CACHE",)  # hpu/graphs.py:594
@@ -211,8 +220,7 @@ def audit(event: str, arguments: tuple[Any, ...]) -> None:
 
 def autoloaded(card: Device) -> bool:
     """Whether the program's `import torch`, by the names of the file that is running, has loaded the bridge."""
-    kept_away = card.lazy or os.environ.get("PT_HPU_AUTOLOAD") == "0"
-    if not card.release.autoloads or kept_away:
+    if not card.autoloads:
         return False
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") != "__main__":

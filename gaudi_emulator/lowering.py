@@ -74,9 +74,7 @@ def cut(card: Device, node: fx.Node) -> str:
     args, kwargs = values(node.args), values(node.kwargs)
     if op.packet in checks.DYNAMIC:
         card.findings.hit(checks.DYNAMIC[op.packet], op.name, site=source(node))
-    native = op.native or op.packet in STANDS_IN
-    why = checks.falls_back(card, op, args, kwargs) if native else "no kernel"
-    if why:
+    if op.packet not in STANDS_IN and (why := checks.falls_back(card, op, args, kwargs)):
         card.counts.fallbacks[op.name] += 1
         card.findings.hit("H040", f"{op.name}: {why}", "error", site=source(node))
         return FALLBACK

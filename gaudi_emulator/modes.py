@@ -173,7 +173,22 @@ def read_to_host(card: Device, func: Func, args: Args, kwargs: Kwargs) -> Any:
         raise TypeError(
             "can't convert hpu:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor first."
         )
-    return across(card, source, "copy to the host")
+    moved = across(card, source, "copy to the host")
+    layout = args[1] if len(args) > 1 else kwargs.get("memory_format", torch.preserve_format)
+    return moved.contiguous(memory_format=layout) if layout != torch.preserve_format else moved
+
+
+def pin(card: Device, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """`pin_memory`: another tensor of the host, which says that it is pinned."""
+    if isinstance(args[0], HPUTensor):
+        raise RuntimeError("cannot pin 'hpu' only dense CPU tensors can be pinned")
+    made = args[0].clone()
+    made.pinned = True
+    return made
+
+
+def is_pinned(card: Device, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    return getattr(args[0], "pinned", False)
 
 
 def make(card: Device, func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -266,6 +281,8 @@ HANDLERS: dict[Callable[..., Any], Handler] = {
     Tensor.to: move,
     Tensor.cpu: read_to_host,
     Tensor.numpy: read_to_host,
+    Tensor.pin_memory: pin,
+    Tensor.is_pinned: is_pinned,
     Tensor.new_tensor: make_like,
     Tensor.data.__set__: set_data,  # type: ignore[attr-defined]
     Tensor.grad.__set__: set_grad,  # type: ignore[union-attr]

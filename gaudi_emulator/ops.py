@@ -91,6 +91,10 @@ RANDOM = frozenset(
     "normal_ poisson rand rand_like randint randint_like randn randn_like random_ randperm uniform_".split()
 )
 
+# Operators that a release registers in C++ outside lazy mode (habana_eager/ops), so that its list lacks them
+IN_CXX = {"1.19": frozenset({"unfold"})}
+IN_CXX["1.24"] = IN_CXX["1.19"] | {"_amp_foreach_non_finite_check_and_unscale_"}
+
 # Factories that take shape and number format of a tensor, which may be on the host
 MADE_LIKE = frozenset(
     "empty_like full_like new_empty new_empty_strided new_full new_ones new_zeros ones_like rand_like randint_like "

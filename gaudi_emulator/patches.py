@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from gaudi_emulator.nested import mapped
 from gaudi_emulator.tensor import DEVICE, HPU, HPUTensor, is_hpu
+from lantern_hpu.backends.hpu.env import ROOT
 
 if TYPE_CHECKING:
     from gaudi_emulator.device import Device
@@ -77,6 +78,10 @@ def overwrites(card: Device) -> Iterator[None]:
             one.__dict__, other.__dict__ = other.__dict__, one.__dict__
             torch._C._swap_tensor_impl(one, other)
 
+    def record(real: Any, tensor: Tensor, stream: Any) -> None:
+        if not isinstance(tensor, HPUTensor):  # whose memory no other stream gets here
+            real(tensor, stream)
+
     def grouped(real: Any, tensors: Any, *args: Any) -> dict[Any, Any]:
         """By device and format, for `clip_grad_norm_` and optimizers: C++ reads the device that torch itself sees."""
         groups = {}
@@ -99,14 +104,53 @@ def overwrites(card: Device) -> Iterator[None]:
             (torch, "save", save),
             (torch, "load", load),
             (torch.utils, "swap_tensors", swap),
+            (Tensor, "record_stream", record),
             (torch._C, "_group_tensors_by_device_and_dtype", grouped),
         ):
             stack.enter_context(wrapped(owner, name, function))
+        for name, function in accelerator(card).items():
+            if hasattr(torch._C, name):
+                stack.enter_context(wrapped(torch._C, name, function))
         # A module that moves keeps its parameter objects, so that weights which two modules share stay shared.
         before = torch.__future__.get_swap_module_params_on_conversion()
         torch.__future__.set_swap_module_params_on_conversion(True)
         stack.callback(torch.__future__.set_swap_module_params_on_conversion, before)
         yield
+
+
+def accelerator(card: Device) -> dict[str, Callable[..., Any]]:
+    """What `torch.accelerator` asks C++ for, once the bridge is loaded. Memory is refused: Gaudi's allocator is not of
+    torch's kind for devices (vllm-gaudi, patches.py)."""
+
+    def here(answer: Callable[..., Any]) -> Callable[..., Any]:
+        def call(real: Any, *args: Any) -> Any:
+            there = (card.loaded or card.autoloads) and not card.tracing()
+            return answer(*args) if there else real(*args)
+
+        return call
+
+    def refuse(*args: Any) -> NoReturn:
+        raise RuntimeError("Allocator for hpu is not a DeviceAllocator.")
+
+    hpu: Any = card.modules[f"{ROOT}.torch.hpu"]
+    memory = (
+        "isAllocatorInitialized emptyCache emptyHostCache getMemoryInfo getDeviceStats "
+        "resetAccumulatedStats resetPeakStats"
+    )
+    answers: dict[str, Callable[..., Any]] = {
+        **dict.fromkeys(memory.split(), refuse),
+        "getAccelerator": lambda: torch.device(DEVICE),
+        "getDeviceIndex": hpu.current_device,
+        "setDeviceIndex": hpu.set_device,
+        "exchangeDevice": hpu.set_device,
+        "maybeExchangeDevice": hpu.set_device,
+        "synchronizeDevice": hpu.synchronize,
+        "getStream": hpu.current_stream,
+        "setStream": hpu.set_stream,
+    }
+    return {f"_accelerator_{name}": here(answer) for name, answer in answers.items()} | {
+        "_get_accelerator": here(lambda: torch.device(DEVICE))
+    }
 
 
 @contextmanager

@@ -136,7 +136,7 @@ def module_tensors(function: Callable[..., Any]) -> dict[str, Tensor]:
     owner = getattr(function, "__self__", None)
     if not isinstance(owner, nn.Module):
         return {}
-    found = dict(owner.named_buffers())
+    found: dict[str, Tensor] = {**dict(owner.named_parameters()), **dict(owner.named_buffers())}
     for prefix, module in owner.named_modules():
         for name, value in vars(module).items():
             if isinstance(value, Tensor):

@@ -23,7 +23,7 @@ class Release(env.Release):
         fallback_checks: operators with a check of their arguments that can send them to the CPU.
         chains_corrupt: whether compile mode keeps only the first of several index_copy_ on one tensor.
         partial_index_rank: the most dimensions of a result that compile mode takes by an index with None.
-        unknown_options: of hpu_backend that the other release has and this one refuses.
+        backend_options: of hpu_backend (dynamo/compile_backend/config.py); it refuses others.
     """
 
     source: str
@@ -35,13 +35,20 @@ class Release(env.Release):
     fallback_checks: frozenset[str]
     chains_corrupt: bool
     partial_index_rank: int
-    unknown_options: frozenset[str]
+    backend_options: frozenset[str]
 
 
 def release(name: str, **more: Any) -> Release:
     return Release(**vars(env.RELEASES[name]), **more)
 
 
+# Of hpu_backend in each release
+OPTIONS = frozenset(
+    "use_compiled_recipes decomposition_mode keep_input_mutations use_eager_fallback discard_frozen_params "
+    "remove_unnecessary_clones use_inplace_allreduce use_inplace_index_copy inference enable_sfg use_cpp_partitioner "
+    "enable_allreduce_graph_split force_static_compile reinplace_add reassign_full_copy reassign_copy_ "
+    "use_boxed_input".split()
+)
 RELEASES = {
     "1.19": release(
         "1.19",
@@ -56,11 +63,7 @@ RELEASES = {
         ),
         chains_corrupt=True,
         partial_index_rank=-1,
-        unknown_options=frozenset(
-            "dump_graph_repro joint_graph_constant_folding use_generic_reinplacer enable_synapse_input_reuse "
-            "fallback_dynamic_to_eager enable_flex_attention enable_compile_debug_nan_checks "
-            "enable_bwd_graph_input_reuse enable_waittensor_graph_split".split()
-        ),
+        backend_options=OPTIONS | {"use_graph_freezing"},
     ),
     "1.24": release(
         "1.24",
@@ -73,7 +76,11 @@ RELEASES = {
         fallback_checks=frozenset("embedding where index_select".split()),
         chains_corrupt=False,
         partial_index_rank=4,
-        unknown_options=frozenset({"use_graph_freezing"}),
+        backend_options=OPTIONS.union(
+            "dump_graph_repro joint_graph_constant_folding use_generic_reinplacer enable_synapse_input_reuse "
+            "fallback_dynamic_to_eager enable_flex_attention enable_compile_debug_nan_checks "
+            "enable_bwd_graph_input_reuse enable_waittensor_graph_split".split()
+        ),
     ),
 }
 DEFAULT = RELEASES[env.DEFAULT.name]

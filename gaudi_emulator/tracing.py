@@ -8,8 +8,9 @@ graph break, the guard whose failure compiled a function once more, a size that 
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial, wraps
 from typing import Any
@@ -24,7 +25,7 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from gaudi_emulator import ops
-from gaudi_emulator.autocast import FLOAT32_FUNCTIONS, LOWER_FUNCTIONS, cast
+from gaudi_emulator.autocast import cast, lists
 from gaudi_emulator.device import VARIANTS, Device
 from gaudi_emulator.lint import checks, rules
 from gaudi_emulator.lint.rules import SKIPPED
@@ -34,6 +35,8 @@ from gaudi_emulator.patches import replaced
 from gaudi_emulator.tensor import HPU, META, Args, HPUTensor, Kwargs, is_hpu
 
 CPU = torch.device("cpu")
+TRACERS: Any = sys.modules.get("torch._functorch._aot_autograd.graph_compile")  # of newer torch
+TENSORIFY = "_apply_tensorify_python_scalars"
 Site = tuple[str, int]
 
 
@@ -48,12 +51,15 @@ class Compiler:
         self.card = card
         self.failed: list[tuple[str, Site]] = []  # guards, since the last compilation
         self.again: Counter[Site] = Counter()  # compilations by function, after its first
-        self.lower = aot_autograd(fw_compiler=self.graph, keep_inference_input_mutations=True)
+        self.backends: dict[tuple[tuple[str, str], ...], Callable[..., Any]] = {}
 
-    def compile(self, model: Any, fullgraph: bool, dynamic: bool | None) -> Any:
+    def compile(
+        self, model: Any, fullgraph: bool, dynamic: bool | None, flags: Mapping[str, str]
+    ) -> Any:
         """A function or module that is traced when it is called."""
+        backend = self.backends.setdefault(tuple(flags.items()), partial(self.piece, flags))
         made: Any = torch._dynamo.optimize(
-            self, nopython=fullgraph, dynamic=dynamic, guard_fail_fn=self.guard_failed
+            backend, nopython=fullgraph, dynamic=dynamic, guard_fail_fn=self.guard_failed
         )(model)
         if not isinstance(model, nn.Module):
             return self.watched(made, model)
@@ -94,7 +100,9 @@ class Compiler:
         for found in breaks:
             self.card.findings.hit("H090", first_line(found.reason), None, where(found.user_stack))
 
-    def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def piece(
+        self, flags: Mapping[str, str], graph: fx.GraphModule, inputs: Sequence[Any]
+    ) -> Callable[..., Any]:
         """What dynamo hands over: a piece of a function, to be compiled."""
         hit = self.card.findings.hit
         self.card.counts.recipes += 1
@@ -116,13 +124,19 @@ class Compiler:
             self.card.counts.recompiles += 1
             hit("H020", cause)
         site = next((source(n) for n in graph.graph.nodes if n.stack_trace), ("unknown", 0))
-        cast_calls(graph)
+        cast_calls(self.card, graph)
         here = made_on_card(graph)
-        return placed(self.card, here, watched(self.card, site, self.lower(graph, inputs)))
+        lowered = aot_autograd(
+            fw_compiler=partial(self.graph, flags), keep_inference_input_mutations=True
+        )
+        return placed(self.card, here, watched(self.card, site, lowered(graph, inputs)))
 
-    def graph(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def graph(
+        self, flags: Mapping[str, str], graph: fx.GraphModule, inputs: Sequence[Any]
+    ) -> Callable[..., Any]:
         """A graph of aten operators on CPU tensors: looked at once, launched at each call."""
-        launches, whole_copies = lower(self.card, graph)
+        with replaced(self.card, "flags", lambda known: known | flags):
+            launches, whole_copies = lower(self.card, graph)
         at_home(graph)
         run = Launched(graph, self.card)
 
@@ -162,12 +176,13 @@ def placed(card: Device, here: list[bool], run: Callable[..., Any]) -> Callable[
     return call if any(here) else run
 
 
-def cast_calls(graph: fx.GraphModule) -> None:
+def cast_calls(card: Device, graph: fx.GraphModule) -> None:
     """Functions that autocast has a format for ask for it while they are traced further; dynamo leaves that to torch's
     dispatch keys, which emulated tensors do not have."""
+    known = lists(card.flags)
     for node in graph.graph.nodes:
         function = function_called_by(node)
-        if function in LOWER_FUNCTIONS | FLOAT32_FUNCTIONS:
+        if function in known.lower | known.float32:
             target = node.target if node.op == "call_function" else function
             node.op, node.target = "call_function", casting(function, target)
     graph.recompile()
@@ -248,10 +263,27 @@ def tracing(card: Device) -> Iterator[None]:
             stack.enter_context(card.aside())
             stack.enter_context(replaced(FakeTensorMode, "avoid_device_init", lambda real: True))
             stack.enter_context(replaced(Tensor, "to", moving))
+            if hasattr(TRACERS, TENSORIFY):
+                stack.enter_context(replaced(TRACERS, TENSORIFY, keeping_keywords))
             stack.enter_context(replaced(FakeTensor, "__new__", faking))
             stack.enter_context(replaced(HPUTensor, "__torch_function__", lambda real: plain))
             stack.enter_context(replaced(card, "traced", lambda before: True))
         yield
+
+
+def keeping_keywords(real: Callable[[fx.GraphModule], None]) -> Callable[[fx.GraphModule], None]:
+    """torch (2.13) makes tensors of numbers that became symbols, and forgets what else the operator was told by name:
+    `alpha` of a sum, how a quotient is rounded. Graphs with such calls keep their numbers."""
+
+    def forgets(node: fx.Node) -> bool:
+        numbers = (a.meta.get("val") for a in node.args if isinstance(a, fx.Node))
+        return bool(node.kwargs) and any(isinstance(n, torch.SymFloat) for n in numbers)
+
+    def apply(graph: fx.GraphModule) -> None:
+        if not any(map(forgets, graph.graph.nodes)):
+            real(graph)
+
+    return apply
 
 
 def moving(real: Any) -> Any:

@@ -92,10 +92,12 @@ def sort_dim(args: Args, kwargs: Kwargs) -> int:
 
 
 def falls_back(device: Device, op: Op, args: Args, kwargs: Kwargs) -> str:
-    """Why a native operator falls back for these arguments; empty if it does not.
+    """Why an operator falls back for these arguments; empty if it does not.
 
-    First the bridge's named checks, then its lists of number formats.
+    After whether it has a kernel the bridge's named checks, then its lists of number formats.
     """
+    if not op.native and (device.lazy or op.packet not in ops.IN_CXX[device.release.name]):
+        return "no kernel"
     hit = device.findings.hit
     first = next((a for a in args if isinstance(a, Tensor)), None)
     if first is None:
@@ -134,10 +136,12 @@ UNREDUCED = {
 
 def computed_in(op: Op, given: dict[str, Any], first: Tensor) -> torch.dtype:
     """The number format that an operator is checked for: two tensors meet in their common one."""
-    other = given.get("other")
-    if not isinstance(other, (Tensor, *NUMBERS)):
+    mine, other = given.get("self", first), given.get("other")  # `where` has a condition first
+    if not isinstance(other, (Tensor, *NUMBERS)) or not isinstance(mine, (Tensor, *NUMBERS)):
         return first.dtype
-    return torch.result_type(raw(first), raw(other))
+    if getattr(mine, "dtype", None) == getattr(other, "dtype", ()):
+        return mine.dtype  # type: ignore[union-attr]  # float8 meets nothing but itself
+    return torch.result_type(raw(mine), raw(other))
 
 
 # hpu_ops: embedding_gen.cpp, binary_cross_entropy_gen.cpp, unique_gen.cpp, where_gen.cpp, index_select_gen.cpp
@@ -230,6 +234,12 @@ def stored(device: Device, raw: Tensor) -> None:
         raw.copy_(raw.float())
     elif raw.dtype == torch.int64 and device.lazy:
         raw.copy_(raw.int())
+
+
+def stored_size(device: Device, raw: Tensor) -> int:
+    """Bytes on the device."""
+    halved = raw.dtype == torch.float64 or (raw.dtype == torch.int64 and device.lazy)
+    return raw.nbytes // 2 if halved else raw.nbytes
 
 
 def narrow(device: Device, op: Op, values: Iterable[Any]) -> None:
