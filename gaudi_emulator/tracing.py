@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from gaudi_emulator import ops
 from gaudi_emulator.autocast import cast, lists
-from gaudi_emulator.device import VARIANTS, Device
+from gaudi_emulator.device import VARIANTS, Device, flag
 from gaudi_emulator.lint import checks, rules
 from gaudi_emulator.lint.rules import SKIPPED
 from gaudi_emulator.lowering import lower, source, watched
@@ -62,11 +62,13 @@ class Compiler:
             backend, nopython=fullgraph, dynamic=dynamic, guard_fail_fn=self.guard_failed
         )(model)
         if not isinstance(model, nn.Module):
-            return self.watched(made, model)
-        made.forward = self.watched(made.forward, model.forward)
+            return self.watched(made, model, flags)
+        made.forward = self.watched(made.forward, model.forward, flags)
         return made
 
-    def watched(self, function: Callable[..., Any], real: Callable[..., Any]) -> Callable[..., Any]:
+    def watched(
+        self, function: Callable[..., Any], real: Callable[..., Any], flags: Mapping[str, str]
+    ) -> Callable[..., Any]:
         @wraps(real)
         def call(*args: Any, **kwargs: Any) -> Any:
             if self.card.lazy:
@@ -77,7 +79,9 @@ class Compiler:
             known = len(graph_break_reasons)
             try:
                 with tracing(self.card):
-                    return function(*args, **kwargs)
+                    result = function(*args, **kwargs)
+                self.need_uncut(graph_break_reasons[known:], flags)
+                return result
             except (Unsupported, UserError) as error:  # of a function that is to be one graph
                 site = where(getattr(error, "real_stack", None))
                 self.card.findings.hit("H090", first_line(error), "error", site)
@@ -90,6 +94,13 @@ class Compiler:
                     self.card.findings.hit("H023", f"no more compilations: {reason}", "warn", site)
 
         return call
+
+    def need_uncut(self, breaks: Sequence[Any], flags: Mapping[str, str]) -> None:
+        """Raise for an operator that runs outside the graph since its result has no known shape, if none may."""
+        if not flag(self.card.flags | flags, "PT_HPU_USE_EAGER_FALLBACK", True):
+            for reason in (first_line(found.reason) for found in breaks):
+                if "dynamic shape operator" in reason.lower():
+                    raise AssertionError(f"eager fallback ({reason}), and PT_HPU_USE_EAGER_FALLBACK=0")
 
     def guard_failed(self, failure: Any) -> None:
         code = failure.orig_code
