@@ -231,7 +231,6 @@ class Backend(ABC):
         graph_modes: ways to record a function, best first, each with the reason for its place; `eager` is one.
         layouts: ways to keep the matrices of linear layers. quantized: smaller formats for the target's weights.
         transfers: how the host hands work to the device.
-        is_host: whether it is the processor itself.
         shares_pool: whether all recordings keep what they compute in one memory.
         is_host: whether the device is the processor itself, which has the host's memory.
         overlaps: whether another thread's work may run at the same time as the steps, in what `own_stream` makes.
@@ -246,7 +245,6 @@ class Backend(ABC):
     transfers: Transfers = Transfers()
     is_host = False
     shares_pool = False
-    is_host = False
     overlaps = False
 
     def __init__(self, graphs: str = "auto") -> None:  # noqa: B027 - most need not know
@@ -337,6 +335,10 @@ class Backend(ABC):
     def try_kernel(self) -> str | None:
         """Whether kernels of the device's own can be built here, and why not; None: none are built."""
         return None
+
+    def kept_choices(self) -> list[str]:
+        """A line for each form that was chosen here by time, and is kept."""
+        return []
 
     def compile(self, function: nn.Module) -> Callable[[Any], Tensor]:
         """The function, compiled whole with static shapes."""

@@ -54,6 +54,7 @@ def ask(backend: Backend, without: str) -> Facts:
         facts["memory"] = attempt(lambda: asdict(backend.memory()))
         facts["details"] = attempt(lambda: dict(backend.describe()))
         facts["kernels"] = attempt(lambda: {"built": backend.try_kernel()})
+        facts["products"] = attempt(lambda: {"chosen": backend.kept_choices()})
     elif without:
         facts["hint"] = without
     return facts

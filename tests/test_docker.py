@@ -55,7 +55,7 @@ def test_base_is_an_argument_that_compose_shares_and_its_torch_stays(kind: str) 
 
 
 def test_triton_finds_a_compiler_in_the_cuda_image() -> None:
-    """The runtime base has none; without it all nine kernels would be replaced by plain ones."""
+    """The runtime base has none; without it all ten kernels would be replaced by plain ones."""
     names = [name for name, _ in instructions("cuda")]
     packages = only("cuda", "RUN", "apt-get install").split()
     assert {"gcc", "python3-dev"} <= set(packages) and names.index("RUN") < names.index("COPY")

@@ -27,6 +27,7 @@ from lantern_hpu.backends import BACKENDS
 from lantern_hpu.backends.candidates import Candidate
 from lantern_hpu.backends.cuda.backend import CUDABackend
 from lantern_hpu.backends.cuda.kernels import checks, triton_candidates, triton_kernels
+from lantern_hpu.backends.cuda.kernels.programs import FORMS
 from lantern_hpu.decode.accept import Acceptance, Verdict
 from lantern_hpu.decode.common import Drafts, StaticTables
 from lantern_hpu.decode.spec import Spec
@@ -43,6 +44,7 @@ from lantern_hpu.ops.kernels import (
     Walk,
     add_norm,
     attend,
+    product,
     rotate_into,
 )
 from lantern_hpu.ops.kv_cache import KVCache
@@ -72,7 +74,7 @@ DEVICES = [
         ],
     ),
 ]
-MODULES = ("attention", "distinct", "norm_rope", "probs", "swiglu", "walk")
+MODULES = ("attention", "distinct", "norm_rope", "probs", "products", "swiglu", "walk")
 
 
 @cache
@@ -638,6 +640,70 @@ def test_gradients_flow_as_through_the_plain_ones(device: str) -> None:
         assert torch.equal(got, want)
 
 
+# ----------------------------------------------------------------------------------------- products
+
+
+def multiplied(
+    random: Random, rows: int, columns: int, depth: int, around: str, dtype: torch.dtype
+) -> Any:
+    """Arguments of a product, with what is named around it."""
+
+    def some(*shape: int) -> Tensor:
+        return random.normal(*shape).to(dtype)
+
+    gated = "gated" in around
+    return [
+        some(rows, depth),
+        some(columns * (1 + gated), depth) * depth**-0.5,
+        some(columns) if "bias" in around else None,
+        some(depth) if "norm" in around else None,
+        some(rows, columns) if "residual" in around else None,
+        1e-5,
+        gated,
+    ]
+
+
+def triton_product() -> Any:
+    return kernels().product
+
+
+AROUND = ("norm gated", "norm bias residual", "", "norm bias", "residual")
+# Columns and depth that the blocks of forms divide and do not; one of each alone
+SIZES = ((5, 33), (3, 300), (4, 256), (32, 1024), (1, 1))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("every", mostly_slow([False, True], False), ids=["some", "every"])
+@on_devices
+def test_product(device: str, form: str, every: bool) -> None:
+    """Each form over rows that fill its block and do not, and sizes that its blocks divide and do not."""
+    units = FORMS[form].kernel == "dot"
+    some_rows, all_rows = ((9, 17), (*range(9, 18), 33)) if units else ((3,), range(1, 9))
+    dtypes = (torch.float32, torch.float16, torch.bfloat16)
+    for dtype in dtypes if every else dtypes[:1]:
+        if device == "cpu" and units and dtype == torch.bfloat16:
+            continue  # the interpreter multiplies no matrices of it
+        slack = 1e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
+        for i, rows in enumerate(all_rows if every else some_rows):
+            for j, sizes in enumerate(SIZES if every else SIZES[:2]):
+                around = AROUND[(i + j) % len(AROUND)]
+                given = multiplied(Random(rows, device), rows, *sizes, around, dtype)
+                got, want = triton_product()(*given, form), product(*given)
+                assert got.shape == want.shape and got.dtype == dtype and got.is_contiguous()
+                torch.testing.assert_close(got, want, rtol=slack, atol=slack)
+
+
+@on_devices
+def test_a_row_of_a_product_does_not_depend_on_its_company(device: str) -> None:
+    """Within a form: so what a batch changes is the form alone, where its rows have another."""
+    for form, most in (("multiply_add 2x512", 8), ("dot 16x128", 16)):
+        x, *rest = multiplied(Random(5, device), most, 4, 300, "norm gated", torch.float32)
+        whole = triton_product()(x, *rest, form)
+        fewest = FORMS[form].rows[0]
+        part = triton_product()(x[most - fewest :], *rest, form)
+        assert torch.equal(whole[most - fewest :], part)
+
+
 # ----------------------------------------------------------------------------------------- together
 
 
@@ -712,7 +778,14 @@ class Compiled:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return self.compile
 
-    def compile(self, *args: Any, num_warps: int, enable_fp_fusion: bool, **constants: Any) -> None:
+    def compile(
+        self,
+        *args: Any,
+        num_warps: int,
+        enable_fp_fusion: bool = True,
+        num_stages: int = 3,
+        **constants: Any,
+    ) -> None:
         import triton
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
@@ -723,7 +796,8 @@ class Compiled:
         constants |= {name: None for name, value in given.items() if value is None}
         signature = {n: "constexpr" if n in constants else mangle_type(given[n]) for n in names}
         values = {(names.index(name),): value for name, value in constants.items()}
-        options = {"num_warps": num_warps, "enable_fp_fusion": enable_fp_fusion}
+        options = {"num_warps": num_warps, "num_stages": num_stages}
+        options["enable_fp_fusion"] = enable_fp_fusion
         source = ASTSource(self.kernel, signature, values)
         ampere = GPUTarget("cuda", 80, 32)
         self.sizes.append(len(triton.compile(source, ampere, options).asm["cubin"]))
@@ -747,7 +821,7 @@ def test_kernels_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
             for arguments, _ in examples:
                 getattr(kernels(), name)(*arguments)
     assert set(calls) == set(BACKENDS["cuda"].kernels)
-    assert len(stand_ins) == 9 and all(min(s.sizes) > 0 for s in stand_ins)
+    assert len(stand_ins) == 12 and all(min(s.sizes) > 0 for s in stand_ins)
 
 
 @pytest.mark.slow

@@ -220,7 +220,6 @@ class CPUBackend(Backend):
     is_host = True
     layouts = LAYOUTS
     quantized = QUANTIZED
-    is_host = True
 
     def available(self) -> tuple[bool, str]:
         return True, "every machine has a processor"

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
 from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lantern_hpu.backends import QUANTIZED, DraftingDefaults
-from lantern_hpu.backends.base import Backend, Memory, Transfers
+from lantern_hpu.backends import QUANTIZED, DeviceOptions, DraftingDefaults
+from lantern_hpu.backends.base import Backend, DevicePlan, Memory, Transfers
 from lantern_hpu.backends.candidates import Candidate
+from lantern_hpu.backends.cuda import forms
 from lantern_hpu.errors import Arg, DeviceError, shell, words
 from lantern_hpu.ops.kernels import Kernels, Sizes
 
@@ -67,6 +68,16 @@ class CUDATransfers(Transfers):
         return wait
 
 
+class CUDAPlan(DevicePlan):
+    """Each product of a block in the form that is fastest on the card."""
+
+    def lay_out(self, modules: Sequence[nn.Module]) -> DevicePlan:
+        if self.graphs != "compile" and self.kernels.product is not None:
+            note = self.decided.__setitem__
+            forms.install(modules, forms.Forms(self.kernels, forms.Card(), note))
+        return self
+
+
 class CUDABackend(Backend):
     """The current CUDA device."""
 
@@ -117,10 +128,16 @@ class CUDABackend(Backend):
 
         return triton_kernels(self.device, dtype)
 
+    def fit(self, config: Sizes, options: DeviceOptions) -> DevicePlan:
+        return CUDAPlan(**vars(super().fit(config, options)))
+
     def candidates(self, dtype: torch.dtype) -> dict[str, Candidate]:
         from lantern_hpu.backends.cuda.kernels import triton_candidates
 
         return triton_candidates(self.device, dtype)
+
+    def kept_choices(self) -> list[str]:
+        return forms.kept_choices(forms.Card().machine())
 
     def try_kernel(self) -> str:
         from lantern_hpu.backends.cuda.kernels.checks import fault
@@ -178,6 +195,7 @@ class CUDABackend(Backend):
             "device": self.name,
             "card": torch.cuda.get_device_name(),
             "capability": f"{major}.{minor}",
+            "driver": forms.driver_version(),
             "cuda": torch.version.cuda,
             "torch": torch.__version__,
         }

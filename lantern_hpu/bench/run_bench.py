@@ -213,4 +213,7 @@ def limits(pipeline: LanternPipeline, wanted: BenchRequest) -> list[str]:
     """What a reader of the figures has to know."""
     unknown = pipeline.backend.memory().peak is None
     peak = ["the device does not report its peak of memory"] if unknown else []
-    return [*pipeline.model.notes, *([INTERLEAVED] if wanted.interleave else []), *peak]
+    decided = pipeline.fit.decided.items()
+    products = [f"{name}: {why}" for name, why in decided if name.startswith("product")]
+    notes = [*pipeline.model.notes, *([INTERLEAVED] if wanted.interleave else [])]
+    return [*notes, *peak, *products]

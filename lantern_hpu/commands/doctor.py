@@ -93,6 +93,8 @@ def describe_device(found: Facts) -> list[tuple[str, str]]:
     rows += [("memory", ", ".join(known))] if known else []
     if built := found.get("kernels", {}).get("built"):
         rows.append(("kernels", built))
+    if chosen := found.get("products", {}).get("chosen"):
+        rows.append(("products", "\n".join(chosen)))
     for key in ("dtypes", "graph_modes"):
         rows += [(key.replace("_", " "), ", ".join(found[key]))] if found.get(key) else []
     return [*rows, *error_rows(details), *error_rows(memory), *error_rows(found)]

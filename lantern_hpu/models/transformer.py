@@ -162,7 +162,19 @@ class SelfAttention(nn.Module):
         index: Tensor | None,  # [R * (D + T)], where in the cache to write
         source: Tensor | None,  # [R * D], what moves there meanwhile
     ) -> Tensor:
-        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
+        return self.out(self.mix(self.qkv(x), rope, mask, cache, index, source))
+
+    def mix(
+        self,
+        heads: Tensor,  # [R, T, (h + 2 kv) hd], queries, keys and values
+        rope: Tensor,
+        mask: Tensor,
+        cache: LayerCache | GrowingCache | None,
+        index: Tensor | None,
+        source: Tensor | None,
+    ) -> Tensor:
+        """What is between the two products: [R, T, h hd]."""
+        heads = heads.unflatten(-1, (-1, self.head_dim))
         q, k, v = heads.split([self.heads, self.kv, self.kv], dim=2)
         q, k, how = self.q_norm(q), self.k_norm(k), (rope, self.interleaved)
         if not isinstance(cache, LayerCache) or index is None:
@@ -173,12 +185,12 @@ class SelfAttention(nn.Module):
             write = CacheWrite(*cache.prepare_write(), index, source)
             if self.kernels.attend is not None and not isinstance(cache, WrittenCache):
                 mixed = self.kernels.attend(q, k, v, *how, write, mask)
-                return self.out(mixed.transpose(1, 2).flatten(2))
+                return mixed.transpose(1, 2).flatten(2)
             q = self.rotate_into(q, k, v, *how, write)
             k, v = cache.read()
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         mixed = self.kernels.attention(q, k, v, mask)  # [R, heads, T, hd]
-        return self.out(mixed.transpose(1, 2).flatten(2))
+        return mixed.transpose(1, 2).flatten(2)
 
 
 class FeedForward(nn.Module):
@@ -219,6 +231,7 @@ class Block(nn.Module):
         self.ffn = FeedForward(config, kernels)
         self.word_ffn = FeedForward(config, kernels) if words_apart else None
         self.attention_post_norm, self.ffn_post_norm = behind(), behind()
+        self.fused: Any = None  # a device's own form, for as many rows as it serves
 
     def forward(
         self,
@@ -231,12 +244,15 @@ class Block(nn.Module):
         words: Tensor | None = None,  # [R, T] bool; None: all are image tokens
     ) -> Tensor:
         x, more = self.residual(x, None, rope, mask, cache, index, source, words=words)
-        return x + more
+        return x if more is None else x + more
 
     def residual(
         self, x: Tensor, more: Tensor | None, *attended: Any, words: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """`forward` of x + more, as two tensors whose sum it is: the next norm adds them."""
+        if self.fused is not None and words is None and self.fused.serves(x):
+            result: tuple[Tensor, Tensor | None] = self.fused(self, x, more, *attended)
+            return result
         x, normed = add_norm(self.attention_norm, x, more)
         mixed = self.attention(normed, *attended)
         x, normed = add_norm(self.ffn_norm, x, self.attention_post_norm(mixed))
@@ -351,7 +367,7 @@ class Target(nn.Module):
             kept = None if cache is None else cache.layers[layer]
             x, more = block.residual(x, more, rope, mask, kept, index, source, words=words)
             if layer in aux_layers:
-                x, more = x + more, None
+                x, more = x if more is None else x + more, None
                 aux.append(x)
         _, normed = add_norm(self.norm, x, more)
         return torch.cat([normed, *aux], -1) if aux else normed

@@ -119,6 +119,29 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+    gated: bool,
+) -> Tensor:
+    """A linear layer with what stands around it: RMS norm, product, SwiGLU, residual sum.
+
+    Args:
+        x: [..., K]. weight: [N, K], with `gated` [2 N, K]: gates, then ups. bias: [N], or None.
+        norm: [K] and eps, of a norm before the product; None: there is none.
+        residual: [..., N], what the product is added to, or None.
+
+    Returns [..., N].
+    """
+    y = F.linear(x if norm is None else rms_norm(x, norm, eps), weight, bias)
+    y = swiglu(y) if gated else y
+    return y if residual is None else residual + y
+
+
 class Sizes(Protocol):
     """Of a model, as its kernels meet them; a `TransformerConfig` has them."""
 
@@ -136,6 +159,10 @@ class Sizes(Protocol):
 
 # Queries, keys and values, then how they turn, their write, and the mask [R, 1, T, S] -> [R, h, T, hd]
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, bool, CacheWrite, Tensor], Tensor]
+# Those of `product`, and by name the form of a device's own that is to serve
+Product = Callable[
+    [Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, float, bool, str], Tensor
+]
 RotateInto = Callable[[Tensor, Tensor, Tensor, Tensor, bool, CacheWrite], Tensor]
 
 
@@ -185,7 +212,8 @@ class Kernels:
     """What the transformer, the sampler and the acceptance call; the shapes are those of the plain forms.
 
     None stands for a plain form that is made of others: of `rotate_into`, around the device's own `rotate`; of
-    `add_norm`, in `models/transformer.py`; of the walks, in `decode/accept.py`.
+    `add_norm`, in `models/transformer.py`; of the walks, in `decode/accept.py`;
+    of `product`, in a block's modules.
     """
 
     attention: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = attention
@@ -201,6 +229,7 @@ class Kernels:
     sample_distinct: Callable[[Tensor, Tensor], Tensor] = sampling.sample_distinct
     walk: Walk | None = None
     traverse: Traverse | None = None
+    product: Product | None = None
 
     def names(self) -> dict[str, str]:
         """Each kernel and the function that serves it, for reports; those left out (None) are plain too."""

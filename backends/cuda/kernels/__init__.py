@@ -48,6 +48,7 @@ def triton_candidates(device: torch.device, dtype: torch.dtype) -> dict[str, Can
         distinct,
         norm_rope,
         probs,
+        products,
         swiglu,
         walk,
     )
@@ -65,6 +66,7 @@ def triton_candidates(device: torch.device, dtype: torch.dtype) -> dict[str, Can
         "sample_distinct": distinct.triton_distinct,
         "walk": walk.triton_walk,
         "traverse": walk.triton_traverse,
+        "product": products.triton_product,
     }
     examples, slack = checks.kernel_examples(device, dtype), checks.tolerance(dtype)
     return {

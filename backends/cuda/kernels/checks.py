@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lantern_hpu.backends.candidates import Candidate, Example, outcome, tensors
+from lantern_hpu.backends.cuda.kernels.programs import FORMS
 from lantern_hpu.ops import kernels, sampling
 from lantern_hpu.ops.kernels import CacheWrite
 from lantern_hpu.ops.sampling import SamplingParams
@@ -25,6 +26,7 @@ TWINS: dict[str, Callable[..., Any]] = {
     "probs": sampling.guided_probs,
     "sample": sampling.sample,
     "sample_distinct": sampling.sample_distinct,
+    "product": lambda *given: kernels.product(*given[:-1]),
 }
 
 
@@ -38,8 +40,12 @@ def fault(candidate: Candidate) -> str:
     try:
         return "" if candidate.agrees() else "it does not give what the plain one gives"
     except Exception as error:  # from Triton, the driver, or a compiler that is not there
-        lines = str(error).strip().splitlines()
-        return f"{type(error).__name__}: {lines[-1] if lines else 'no reason given'}"
+        return error_line(error)
+
+
+def error_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[-1] if lines else 'no reason given'}"
 
 
 def kernel_examples(device: torch.device, dtype: torch.dtype) -> dict[str, list[Example]]:
@@ -76,6 +82,13 @@ def kernel_examples(device: torch.device, dtype: torch.dtype) -> dict[str, list[
     more = torch.tensor([0, 1, 2, 3, 15, 16, 17, 18]).int()
     source = torch.tensor([2, 20]).int()
     even, seen = some(2, 3, 6, 32), looks(12)[3]
+
+    def multiplied(form: str) -> tuple[Any, ...]:
+        """All that may stand around a product, over fewest rows."""
+        rows, width = FORMS[form].rows[0], 200
+        x, weight = some(rows, width), some(10, width) * width**-0.5
+        return x, weight, None, some(width), some(rows, 5), 1e-5, True, form
+
     calls: dict[str, list[tuple[Any, ...]]] = {
         "attention": [looks(40), looks(600), looks(260, 58, 128)],
         "attend": [
@@ -99,6 +112,7 @@ def kernel_examples(device: torch.device, dtype: torch.dtype) -> dict[str, list[
         ],
         "sample": [(masses, uniform[..., 0])],
         "sample_distinct": [(masses, uniform)],
+        "product": [multiplied(form) for form in FORMS],
     }
     with torch.no_grad():
         judged: dict[str, list[Example]] = {

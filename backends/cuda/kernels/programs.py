@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 # Elements a thread should hold: more spill from its registers, fewer leave it waiting for the others.
 A_THREAD, WARP = 16, 32
 # Sums and products keep their roundings apart, as in torch: ties of the plain forms stay ties.
 EXACTLY = {"enable_fp_fusion": False}
+
+
+class Form(NamedTuple):
+    """How a kernel multiplies: columns and depth of a program's block of the matrix, and for how many rows."""
+
+    kernel: str  # of `products.py`
+    rows: range
+    columns: int
+    depth: int
+    warps: int
+    stages: int = 1
+
+
+FEW, MORE = range(1, 9), range(9, 65)
+FORMS = {
+    "multiply_add 2x256": Form("multiply_add", FEW, 2, 256, 4),
+    "multiply_add 2x512": Form("multiply_add", FEW, 2, 512, 4),
+    "multiply_add 4x256": Form("multiply_add", FEW, 4, 256, 4),
+    "dot 16x128": Form("dot", MORE, 16, 128, 2, 5),
+    "dot 32x128": Form("dot", MORE, 32, 128, 4, 4),
+}
 
 
 def block_of(size: int) -> int:

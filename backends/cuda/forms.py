@@ -1,0 +1,332 @@
+"""Which form of each product serves on a card: the right ones are timed there once, and the fastest is kept on disk.
+
+A choice is for a card, its driver and versions, and the sizes of a product; it is made as an engine warms up, and from
+then on read. So the bits of an image do not depend on when something was timed. cuBLAS serves where a form cannot be
+built, is wrong or is not faster, and where the choice cannot be kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lantern_hpu.backends.candidates import Candidate
+from lantern_hpu.backends.cuda.kernels import checks
+from lantern_hpu.backends.cuda.kernels.programs import FORMS
+from lantern_hpu.errors import LanternError, OutputError
+from lantern_hpu.files import own_cache, reading, write_file
+from lantern_hpu.ops.kernels import Kernels, product
+
+CUBLAS = "cublas"
+GAIN = 0.97  # of cuBLAS's time: a form that takes more is not faster, as far as can be told
+TIMED_MS = 2  # of each of ten replays
+
+
+class Card:
+    """What a choice needs of the current CUDA device."""
+
+    def machine(self) -> dict[str, str]:
+        """It, and all versions that its kernels depend on."""
+        import triton
+
+        about = {"card": torch.cuda.get_device_name(), "driver": driver_version()}
+        return about | {"torch": torch.__version__, "triton": triton.__version__}
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Inside, the host may wait for the card, which is an error in a run before a capture."""
+        mode = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("default")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        """Of a run within a graph."""
+        from triton.testing import do_bench_cudagraph
+
+        return float(do_bench_cudagraph(run, rep=TIMED_MS, return_mode="median")) / 1000
+
+
+def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str:
+    """The driver's own number; where the system does not say, that of its interface."""
+    with suppress(OSError):
+        if found := re.search(r"\d+\.\d+[.\d]*", file.read_text().partition("\n")[0]):
+            return found[0]
+    return str(torch._C._cuda_getDriverVersion())  # type: ignore[attr-defined]
+
+
+# ------------------------------------------------------------------------------------ products
+
+
+class BlockProduct(NamedTuple):
+    """A linear layer of a block, with what stands around it."""
+
+    linear: Any
+    norm: Any = None  # the RMSNorm before it
+    gated: bool = False  # SwiGLU follows
+    adds: bool = False  # its result is added to a residual
+
+    def arguments(self, x: Tensor, residual: Tensor | None, weight: Tensor | None = None) -> Any:
+        """Those of `kernels.product`; `weight` takes the place of its own."""
+        norm, eps = (self.norm.weight, self.norm.eps) if self.norm else (None, 0.0)
+        matrix = self.linear.weight if weight is None else weight
+        return x, matrix, self.linear.bias, norm, residual, eps, self.gated
+
+
+def products_of(block: Any) -> dict[str, BlockProduct]:
+    """The products of a block; a norm that is not there is an `nn.Identity`."""
+    norms = (block.attention_norm, block.ffn_norm)
+    before, between = (None if isinstance(norm, nn.Identity) else norm for norm in norms)
+    return {
+        "qkv": BlockProduct(block.attention.qkv, before),
+        "out": BlockProduct(block.attention.out, adds=True),
+        "gate_up": BlockProduct(block.ffn.gate_up, between, gated=True),
+        "down": BlockProduct(block.ffn.down, adds=True),
+    }
+
+
+class AskedProduct(NamedTuple):
+    """A product whose form is asked for: that of all blocks of a module, with so many rows."""
+
+    name: str
+    parts: Sequence[BlockProduct]
+    rows: int
+
+    def __str__(self) -> str:
+        linear = self.parts[0].linear
+        sizes = f"{linear.out_features} x {linear.in_features}, {len(self.parts)} layers"
+        return f"product {self.name}, {sizes}, {self.rows} rows"
+
+    @property
+    def offered(self) -> list[str]:
+        return [name for name, form in FORMS.items() if self.rows in form.rows]
+
+    def about(self) -> dict[str, Any]:
+        """All that a choice may depend on, but for the machine; the name says the rest."""
+        linear, norm, *_ = self.parts[0]
+        around = {"bias": linear.bias is not None, "norm": norm is not None}
+        form = {"dtype": str(linear.weight.dtype), "offered": self.offered}
+        return {"name": str(self), **form, **around}
+
+    def inputs(self) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Random x [rows, K], residual [rows, N] or None, and a matrix like that of the first block."""
+        linear, *_, adds = self.parts[0]
+        like, columns = linear.weight, linear.out_features
+        seeded = torch.Generator(like.device).manual_seed(0)
+
+        def some(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=seeded, device=like.device).to(like.dtype)
+
+        residual = some(self.rows, columns) if adds else None
+        return some(self.rows, like.shape[1]), residual, some(*like.shape) * like.shape[1] ** -0.5
+
+
+# ------------------------------------------------------------------------------------ choices
+
+
+class Choice(NamedTuple):
+    """The form that serves a product, and why."""
+
+    form: str
+    why: str
+
+
+class Forms:
+    """Chooses forms on a card, and remembers them; `note` is given each product's name and its choice in a line."""
+
+    def __init__(self, kernels: Kernels, card: Card, note: Callable[[str, str], object]) -> None:
+        self.kernels, self.card, self.note = kernels, card, note
+
+    @cached_property
+    def machine(self) -> dict[str, str]:
+        return self.card.machine()
+
+    def multiply(self, form: str, *given: Any) -> Tensor:
+        """The product in a form; `given` are the arguments of `kernels.product`."""
+        x, weight, bias, norm, residual, eps, gated = given
+        if form != CUBLAS:
+            assert self.kernels.product is not None
+            return self.kernels.product(x, weight, bias, norm, residual, eps, gated, form)
+        y = F.linear(x if norm is None else self.kernels.rms_norm(x, norm, eps), weight, bias)
+        y = self.kernels.swiglu(y) if gated else y
+        return y if residual is None else residual + y
+
+    def choose(self, asked: AskedProduct) -> str:
+        """The form that serves."""
+        if not asked.offered:
+            return CUBLAS
+        try:
+            with self.card.waiting():
+                choice = self.kept(asked)
+        except LanternError as error:
+            choice = Choice(CUBLAS, f"no choice is kept: {error.reason}")
+        self.note(str(asked), f"{choice.form}: {choice.why}")
+        return choice.form
+
+    def kept(self, asked: AskedProduct) -> Choice:
+        """What was chosen for this machine, now if not before; of two processes the first that writes decides."""
+        about = asked.about()
+        file = own_cache("forms") / f"{digest(about)}-{digest(self.machine)}.json"
+        if not file.exists():
+            choice = self.fastest(asked)
+            others = [
+                why
+                for other in file.parent.glob(f"{digest(about)}-*")
+                if (why := self.apart(other))
+            ]
+            why = "; ".join([choice.why, *others])
+            result = {"machine": self.machine, "product": about, "form": choice.form, "why": why}
+            with suppress(OutputError):
+                write_file(file, json.dumps(result, indent=1).encode())
+        with reading(file, "delete it") as saved:
+            choice = Choice(str(saved["form"]), str(saved["why"]))
+        why = self.fault(asked, choice.form)
+        return Choice(CUBLAS, f"{choice.form} is refused: {why}") if why else choice
+
+    def apart(self, file: Path) -> str:
+        """What of the machine of a choice is not of this one."""
+        with suppress(LanternError), reading(file) as saved:
+            theirs = saved["machine"].items() - self.machine.items()
+            return f"that of {', '.join(map(' '.join, sorted(theirs)))} is not used"
+        return ""
+
+    def fastest(self, asked: AskedProduct) -> Choice:
+        """By the clock, of the forms that are right."""
+        taken = {CUBLAS: self.seconds(asked, CUBLAS)}
+        faults = {form: self.fault(asked, form) for form in asked.offered}
+        for form in [form for form, why in faults.items() if not why]:
+            try:
+                taken[form] = self.seconds(asked, form)
+            except RuntimeError as error:  # of the driver, within a graph
+                faults[form] = checks.error_line(error)
+        best = min(taken, key=lambda form: taken[form])
+        if taken[best] > GAIN * taken[CUBLAS]:
+            best = CUBLAS
+        said = [f"{form} {1e6 * seconds:.2f} us" for form, seconds in taken.items()]
+        said += [f"{form} is refused: {why}" for form, why in faults.items() if why]
+        return Choice(best, "; ".join(said))
+
+    def seconds(self, asked: AskedProduct, form: str) -> float:
+        """Of one product, in turn in all blocks, so that no cache holds their matrices.
+
+        Without the residual sum of cuBLAS's, which the next norm may take.
+        """
+        x, residual, _ = asked.inputs()
+        added = None if form == CUBLAS else residual
+
+        def run() -> None:
+            for part in asked.parts:
+                self.multiply(form, *part.arguments(x, added))
+
+        return self.card.seconds(run) / len(asked.parts)
+
+    def fault(self, asked: AskedProduct, form: str) -> str:
+        """Why a form is refused: the processor's plain twin gives something else. Nothing, if it is right."""
+        if form == CUBLAS:
+            return ""
+        given = asked.parts[0].arguments(*asked.inputs())
+        on_host: list[Any] = [v.cpu() if isinstance(v, Tensor) else v for v in given]
+        wanted, run = product(*on_host), partial(self.multiply, form, *given)
+        slack = checks.tolerance(wanted.dtype)
+        return checks.fault(Candidate(lambda: run, [((), [wanted])], slack))
+
+
+def digest(about: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def kept_choices(machine: dict[str, str]) -> list[str]:
+    """A line for each choice that is kept for this machine, and one for those of others."""
+    lines, others = [], 0
+    for file in own_cache("forms").glob("*.json"):
+        with suppress(LanternError), reading(file) as saved:
+            if saved["machine"] == machine:
+                lines.append(f"{saved['product']['name']}: {saved['form']}: {saved['why']}")
+            else:
+                others += 1
+    more = f"{others} of other cards, drivers or versions, not used"
+    return sorted(lines) + ([more] if others else [])
+
+
+# ------------------------------------------------------------------------------------ in a model
+
+
+class BlockForms:
+    """A block's own form in a module: each product as was chosen for its rows."""
+
+    def __init__(self, blocks: Sequence[nn.Module], forms: Forms) -> None:
+        self.parts = {block: products_of(block) for block in blocks}
+        self.forms = forms
+        self.chosen: dict[int, dict[str, str]] = {}  # by rows and product
+
+    def serves(self, x: Tensor) -> bool:
+        """Whether any product over x [R, T, H] has another form than the block's own.
+
+        What is not chosen yet is chosen: in the run before a recording, which has the same rows.
+        """
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return False
+        rows, blocks = x.numel() // x.shape[-1], list(self.parts.values())
+        if rows not in self.chosen:
+            self.chosen[rows] = {
+                name: self.forms.choose(AskedProduct(name, [parts[name] for parts in blocks], rows))
+                for name in blocks[0]
+            }
+        return any(form != CUBLAS for form in self.chosen[rows].values())
+
+    def __call__(
+        self, block: Any, x: Tensor, more: Tensor | None, *attended: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """`Block.residual` without its case of words: of x + more [R, T, H]; the second may be in the first."""
+        chosen, parts = self.chosen[x.numel() // x.shape[-1]], self.parts[block]
+
+        def enter(name: str, x: Tensor, more: Tensor | None) -> tuple[Tensor, Tensor]:
+            """x + more, and the product of its norm."""
+            (linear, norm, gated, _), form = parts[name], chosen[name]
+            if form == CUBLAS and norm is not None and more is not None:
+                x, normed = norm.add(x, more)
+                y = linear(normed)
+                return x, self.forms.kernels.swiglu(y) if gated else y
+            x = x if more is None else x + more
+            return x, self.forms.multiply(form, *parts[name].arguments(x, None))
+
+        def leave(name: str, y: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
+            """x and the product of y, or their sum alone."""
+            if chosen[name] == CUBLAS:
+                return x, parts[name].linear(y)
+            return self.forms.multiply(chosen[name], *parts[name].arguments(y, x)), None
+
+        x, heads = enter("qkv", x, more)
+        x, more = leave("out", block.attention.mix(heads, *attended), x)
+        x, fed = enter("gate_up", x, more)
+        return leave("down", fed, x)
+
+
+def install(modules: Sequence[nn.Module], forms: Forms) -> None:
+    """Give the blocks of a target and its drafter their forms, where all of them fit."""
+    for module in modules:
+        block = getattr(module, "block", None)
+        blocks: list[Any] = [*getattr(module, "layers", ()), *([] if block is None else [block])]
+        fused = BlockForms(blocks, forms) if all(map(fits, blocks)) else None
+        for block in blocks:
+            block.fused = fused
+
+
+def fits(block: Any) -> bool:
+    """Whether its products are matrices in one piece, not quantized, with nothing behind them."""
+    norms = (block.attention_post_norm, block.ffn_post_norm)
+    weights = [getattr(part.linear, "weight", None) for part in products_of(block).values()]
+    plain = all(type(w) is nn.Parameter and w.is_contiguous() for w in weights)
+    return plain and all(isinstance(norm, nn.Identity) for norm in norms)

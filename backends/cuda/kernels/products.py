@@ -1,0 +1,133 @@
+"""A linear layer of a few rows with its norm, SwiGLU and residual sum inside: one launch in place of two to four.
+
+Two ways to multiply. Up to 8 rows, a program reads a few whole rows of the matrix in straight-line code, all of its
+loads under way at once, and multiplies and adds without matrix units. From 9 rows on, it goes through blocks of K with
+`tl.dot`. Products and sums are in float32; the result is rounded once.
+"""
+
+# Triton reads the annotations of its functions: they are not postponed, and say `constexpr` or nothing.
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lantern_hpu.backends.base import operator
+from lantern_hpu.backends.cuda.kernels.programs import FORMS, block_of
+
+FEWEST = 16  # rows that a product of matrices takes
+
+
+@triton.jit
+def product_kernel(
+    x,  # [M, K]
+    weight,  # [N, K], with GATED [2 N, K]
+    bias,  # [N] or None
+    norm,  # [K] or None
+    residual,  # [M, N] or None
+    out,  # [M, N]
+    M,
+    N,
+    eps,
+    K: tl.constexpr,
+    GATED: tl.constexpr,
+    UNITS: tl.constexpr,  # whether by `tl.dot`
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """One program BN columns of all rows. The norm's scale is a number a row, and follows the product."""
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    if UNITS:
+        y, up = tl.zeros([BM, BN], tl.float32), tl.zeros([BM, BN], tl.float32)
+        square = tl.zeros([BM], tl.float32)
+        for start in range(0, K, BK):
+            a, squares = normed_rows(x, norm, start, M, K, BM, BK)
+            square += tl.sum(squares, 1)
+            a = a.to(weight.dtype.element_ty)
+            y = tl.dot(a, part_of(weight, n, start, 0, N, K, BK).T, y, input_precision="ieee")
+            if GATED:
+                up = tl.dot(a, part_of(weight, n, start, N, N, K, BK).T, up, input_precision="ieee")
+    else:
+        ys, ups = tl.zeros([BM, BN, BK], tl.float32), tl.zeros([BM, BN, BK], tl.float32)
+        squared = tl.zeros([BM, BK], tl.float32)
+        for start in tl.static_range(0, K, BK):
+            a, squares = normed_rows(x, norm, start, M, K, BM, BK)
+            squared += squares
+            ys += a[:, None, :] * part_of(weight, n, start, 0, N, K, BK).to(tl.float32)[None]
+            if GATED:
+                ups += a[:, None, :] * part_of(weight, n, start, N, N, K, BK).to(tl.float32)[None]
+        y, up, square = tl.sum(ys, 2), tl.sum(ups, 2), tl.sum(squared, 1)
+    if norm is not None:
+        scale = tl.math.rsqrt(square / K + eps)[:, None]
+        y *= scale
+        up *= scale
+    if bias is not None:
+        y += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    if GATED:
+        y = y / (1 + tl.exp(-y)) * up
+    row = tl.arange(0, BM)[:, None]
+    there = (row < M) & (n < N)[None, :]
+    place = row.to(tl.int64) * N + n[None, :]
+    if residual is not None:
+        y += tl.load(residual + place, mask=there, other=0.0).to(tl.float32)
+    tl.store(out + place, y.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def normed_rows(x, norm, start, M, K: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr):
+    """A block [BM, BK] of x times the norm's weight, and its squares without it."""
+    row, k = tl.arange(0, BM)[:, None], start + tl.arange(0, BK)[None, :]
+    a = tl.load(x + row * K + k, mask=(row < M) & (k < K), other=0.0).to(tl.float32)
+    squares = a * a
+    if norm is not None:
+        a *= tl.load(norm + k, mask=k < K, other=0.0).to(tl.float32)
+    return a, squares
+
+
+@triton.jit
+def part_of(weight, n, start, first, N, K: tl.constexpr, BK: tl.constexpr):
+    """A block [BN, BK] of the matrix, whose rows are counted from `first` on; it is read once."""
+    k = start + tl.arange(0, BK)[None, :]
+    place = (first + n).to(tl.int64)[:, None] * K + k
+    inside = (n < N)[:, None] & (k < K)
+    return tl.load(weight + place, mask=inside, other=0.0, eviction_policy="evict_first")
+
+
+def product_out(x: Tensor, weight: Tensor, *others: Any) -> Tensor:
+    gated = others[4]
+    return x.new_empty(*x.shape[:-1], weight.shape[0] // (1 + gated))
+
+
+@operator(
+    "product(Tensor x, Tensor weight, Tensor? bias, Tensor? norm, Tensor? residual, float eps, bool gated, str form)"
+    " -> Tensor",
+    product_out,
+)
+def triton_product(x: Tensor, weight: Tensor, *others: Any) -> Tensor:
+    """`kernels.product` in a form of `FORMS`, for as many rows as that takes."""
+    bias, norm, residual, eps, gated, name = others
+    out, form = product_out(x, weight, *others), FORMS[name]
+    units, depth = form.kernel == "dot", x.shape[-1]
+    rows, width = x.numel() // depth, out.shape[-1]
+    product_kernel[(triton.cdiv(width, form.columns),)](
+        x.contiguous(),
+        weight,
+        bias,
+        norm,
+        None if residual is None else residual.contiguous(),
+        out,
+        rows,
+        width,
+        eps,
+        K=depth,
+        GATED=gated,
+        UNITS=units,
+        BM=max(block_of(rows), FEWEST if units else 1),
+        BN=form.columns,
+        BK=form.depth,
+        num_warps=form.warps,
+        num_stages=form.stages,
+    )
+    return out
