@@ -32,7 +32,8 @@ class Device:
         visible: the variable that chooses a process's card.
         package: without which it cannot be here. without: how to run its code where it is not.
         kernels: that it has forms of its own of; `Backend.candidates` gives them.
-        modes: graph modes that `verify` asks. stages: what it asks of this device alone, each in a mode.
+        modes: graph modes that `verify` asks. modes_apart: whether each needs a process of its own.
+        stages: what it asks of this device alone, each in a mode.
     """
 
     backend: str
@@ -42,6 +43,7 @@ class Device:
     without: str = ""
     kernels: tuple[str, ...] = ()
     modes: tuple[str, ...] = ("auto", "compile")
+    modes_apart: bool = False
     stages: tuple[tuple[str, str], ...] = ()
 
     def load(self, graphs: str = "auto") -> Backend:
@@ -61,6 +63,7 @@ BACKENDS = {
         without=shell("COMMAND", Arg("device", "hpu"), Arg("emulate", True)),
         kernels=("attention", "rms_norm", "rotate"),
         modes=("hpu_graph", "compile"),
+        modes_apart=True,
         stages=(("facts", "hpu_graph"), ("facts", "eager"), ("cuts", "compile")),
     ),
     "cuda": Device(

@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -191,6 +193,39 @@ def test_pictures_are_encoded_as_their_larger_selves() -> None:
     small = np.stack([paint_picture(number, noise(64)).pixels for number in range(8)])
     apart = functional.avg_pool2d(large, 2) - to_float(small)
     assert apart.abs().mean() < 0.03  # of a range of 2
+
+
+def test_a_card_is_measured_by_one_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each command is one that the program takes, and makes its file; what is there is not made again."""
+    from lantern_hpu.commands.bench import bench_request, make_parser
+    from lantern_lab.commands import stretch
+    from scripts.measure import card
+
+    ran: list[list[str]] = []
+    code = 0
+
+    def run(command: list[str], cwd: Path, env: Any) -> Any:
+        ran.append(command[3:])
+        Path(cwd, command[-1]).write_text("{}")
+        return SimpleNamespace(returncode=code)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    data, output = tmp_path / "data", tmp_path / "results"
+    asked = ["--name", "h", "--data-dir", str(data), "--output", str(output)]
+    assert card.main(asked) == 0
+    (widen, *widened), *benches = ran
+    assert widen == "stretch" and stretch.make_parser().parse_args(widened).to == "llamagen-xl"
+    one, several = (bench_request(make_parser().parse_args(given[1:])) for given in benches)
+    assert one.batches == [1] and several.batches == [1, 8] and one.settings == several.settings
+    assert one.model == "xl" and one.options.device == "cuda" and one.interleave
+    assert sorted(file.name for file in output.iterdir()) == ["xl-h-batches.json", "xl-h.json"]
+    assert card.main(asked) == 0 and len(ran) == 3
+    assert capsys.readouterr().err.count("is there") == 3
+    code = 2  # a command that fails ends the run, and leaves no file
+    assert card.main([*asked, "--name", "other", "--model", "builtin"]) == 2 and len(ran) == 4
+    assert not (output / "builtin-other.json").exists()
 
 
 def test_what_was_renewed_is_left_out_the_next_time(

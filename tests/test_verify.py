@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,11 @@ from lantern_hpu.backends.cuda.backend import CUDABackend
 from lantern_hpu.backends.cuda.kernels import checks
 from lantern_hpu.cli import main as run
 from lantern_hpu.decode.engine import Engine, GraphReport
+from lantern_hpu.graphs.strict import StrictRunner
 from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.ops.kernels import PLAIN, Kernels
 from lantern_hpu.verify import stages
-from lantern_hpu.verify.ask import Asked
+from lantern_hpu.verify.ask import Asked, answer_all
 from lantern_hpu.verify.items import (
     CACHES,
     GROUPED,
@@ -69,7 +71,7 @@ def test_emulated_card_confirms_and_a_second_run_asks_nothing_again(
 ) -> None:
     file = tmp_path / "card.json"
     assert run(["verify", "--emulate", "--output", str(file)]) == 0
-    assert states(file) == {item: "confirmed" for item, _ in items_of(STAGE)}
+    assert states(file) == {item: "confirmed" for item, *_ in items_of(STAGE)}
     count = len(list(items_of(STAGE)))
     assert f"{count} confirmed, 0 refuted, 0 unanswered" in capsys.readouterr().out
     assert "(emulated, bridge 1.24: contract-checked)" in file.with_suffix(".html").read_text()
@@ -92,7 +94,7 @@ def test_question_that_ends_its_process_is_left_open_and_the_next_is_asked(
     first, second, *others = items_of(STAGE)
     calls: list[list[Question]] = []
 
-    def messages_of(wanted: Any, stage: Stage, questions: list[Question], ends: float) -> Any:
+    def messages_of(wanted: Any, questions: list[Question], ends: float) -> Any:
         calls.append(questions)
         if first in questions:
             yield first
@@ -100,7 +102,9 @@ def test_question_that_ends_its_process_is_left_open_and_the_next_is_asked(
             return
         for question in questions:
             yield question
-            yield Result(stage.name, question.item, "refuted", "got 1, the contract says 2")
+            yield Result(
+                question.stage.name, question.item, "refuted", "got 1, the contract says 2"
+            )
 
     monkeypatch.setattr(stages, "messages_of", messages_of)
     file = tmp_path / "card.json"
@@ -145,9 +149,52 @@ def test_page_escapes_what_devices_say() -> None:
 
 def test_every_device_has_its_stages() -> None:
     kinds = [stage.kind for stage in stages_of("cuda")]
-    assert kinds == ["kernels", "caches", "caches", "methods", "methods", "distribution", "bench"]
+    assert kinds == ["kernels", "caches", "methods", "distribution", "bench", "caches", "methods"]
     assert "kernels" not in [stage.kind for stage in stages_of("cpu")]  # it has no forms of its own
     assert [stage.name for stage in stages_of("hpu")][:2] == ["facts hpu_graph", "facts eager"]
+
+
+def test_stages_share_processes_where_a_device_allows_it() -> None:
+    """Facts and cuts have their own; Gaudi's graph modes are settled as its software is loaded."""
+    alone = {"cuda": 1, "cpu": 1, "hpu": 5}
+    for device, count in alone.items():
+        groups = [process for process, _ in groupby(stages_of(device), lambda s: s.process)]
+        assert len(groups) == len(set(groups)) == count
+    flags = [
+        {tuple(s.flags.items()) for s in g}
+        for _, g in groupby(stages_of("hpu"), lambda s: s.process)
+    ]
+    assert all(len(same) == 1 for same in flags)
+
+
+def test_questions_of_a_process_share_engines_and_answer_the_same(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Caches and methods, in two graph modes: an engine is recorded once, and once more where that is the question."""
+    recorded: list[str] = []
+    capture = StrictRunner.capture
+
+    def counted(runner: StrictRunner) -> None:
+        recorded.append(type(runner.function).__name__)
+        capture(runner)
+
+    monkeypatch.setattr(StrictRunner, "capture", counted)
+    several = [
+        [one for one in items_of(Stage(kind, mode, "cpu")) if one.item in ("ar", RECAPTURED)]
+        for mode in ("strict", "eager")
+        for kind in ("caches", "methods")
+    ]
+    answers, captures = [], []
+    for groups in (several, [[one for group in several for one in group]]):
+        sent: list[Any] = []
+        recorded.clear()
+        for questions in groups:
+            answer_all("cpu", str(model), questions, sent.append)
+        captures.append(recorded.count("Step"))
+        found = [result for result in sent if isinstance(result, Result)]
+        answers.append([(r.stage, r.item, r.state, r.detail) for r in found])
+    assert answers[0] == answers[1] and {state for _, _, state, _ in answers[0]} == {"confirmed"}
+    assert len(answers[0]) == 6 and captures == [3, 2]
 
 
 @pytest.mark.slow
@@ -169,7 +216,7 @@ def test_emulated_card_draws_what_the_processor_draws(
 ) -> None:
     monkeypatch.setattr(stages, "stages_of", lambda device: [Stage("methods", "hpu_graph")])
     monkeypatch.setattr(
-        stages, "items_of", lambda stage: [Question("lantern++", "the CPU's tokens")]
+        stages, "items_of", lambda stage: [Question("lantern++", "the CPU's tokens", stage)]
     )
     file, model = tmp_path / "card.json", write_folder(tmp_path / "tiny")
     run(["verify", "--emulate", "--model", str(model), "--output", str(file)])
@@ -508,7 +555,7 @@ def test_each_triton_kernel_is_asked_and_can_be_refuted(
     stage = Stage("kernels", "auto", "cuda")
     question = Asked(stage, "cuda", "")
     vars(question)["backend"] = OneCard()
-    answers = {item: question.answer(item)[0] for item, _ in items_of(stage)}
+    answers = {item: question.answer(item)[0] for item, *_ in items_of(stage)}
     assert len(answers) == len(BACKENDS["cuda"].kernels) + 1
     assert {item for item, state in answers.items() if state == "refuted"} == {wrong}
     assert set(answers.values()) == {"refuted", "confirmed"}

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lantern_hpu.backends.base import dtype_name
 from lantern_hpu.backends.candidates import Candidate
 from lantern_hpu.backends.cuda.kernels import checks
 from lantern_hpu.backends.cuda.kernels.programs import FORMS
@@ -78,11 +79,10 @@ class BlockProduct(NamedTuple):
     gated: bool = False  # SwiGLU follows
     adds: bool = False  # its result is added to a residual
 
-    def arguments(self, x: Tensor, residual: Tensor | None, weight: Tensor | None = None) -> Any:
-        """Those of `kernels.product`; `weight` takes the place of its own."""
+    def arguments(self, x: Tensor, residual: Tensor | None) -> tuple[Any, ...]:
+        """Those of `kernels.product`."""
         norm, eps = (self.norm.weight, self.norm.eps) if self.norm else (None, 0.0)
-        matrix = self.linear.weight if weight is None else weight
-        return x, matrix, self.linear.bias, norm, residual, eps, self.gated
+        return x, self.linear.weight, self.linear.bias, norm, residual, eps, self.gated
 
 
 def products_of(block: Any) -> dict[str, BlockProduct]:
@@ -105,42 +105,35 @@ class AskedProduct(NamedTuple):
     rows: int
 
     def __str__(self) -> str:
-        linear = self.parts[0].linear
-        sizes = f"{linear.out_features} x {linear.in_features}, {len(self.parts)} layers"
-        return f"product {self.name}, {sizes}, {self.rows} rows"
+        """All that a choice may depend on, but for the machine."""
+        (linear, norm, *_), layers = self.parts[0], len(self.parts)
+        around = ["norm"] * (norm is not None) + [self.name] + ["bias"] * (linear.bias is not None)
+        sizes = f"{linear.out_features} x {linear.in_features} {dtype_name(linear.weight.dtype)}"
+        return f"product {' + '.join(around)}, {sizes}, {layers} layers, {self.rows} rows"
 
     @property
     def offered(self) -> list[str]:
         return [name for name, form in FORMS.items() if self.rows in form.rows]
 
-    def about(self) -> dict[str, Any]:
-        """All that a choice may depend on, but for the machine; the name says the rest."""
-        linear, norm, *_ = self.parts[0]
-        around = {"bias": linear.bias is not None, "norm": norm is not None}
-        form = {"dtype": str(linear.weight.dtype), "offered": self.offered}
-        return {"name": str(self), **form, **around}
-
-    def inputs(self) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Random x [rows, K], residual [rows, N] or None, and a matrix like that of the first block."""
-        linear, *_, adds = self.parts[0]
-        like, columns = linear.weight, linear.out_features
+    def example(self) -> tuple[Any, ...]:
+        """Random arguments of `kernels.product`, like those of the first block."""
+        linear, norm, gated, adds = self.parts[0]
+        (columns, depth), like = linear.weight.shape, linear.weight
         seeded = torch.Generator(like.device).manual_seed(0)
 
         def some(*shape: int) -> Tensor:
             return torch.randn(shape, generator=seeded, device=like.device).to(like.dtype)
 
-        residual = some(self.rows, columns) if adds else None
-        return some(self.rows, like.shape[1]), residual, some(*like.shape) * like.shape[1] ** -0.5
+        weight = some(columns, depth) * depth**-0.5
+        bias = None if linear.bias is None else some(columns)
+        scale, residual = some(depth) if norm else None, some(self.rows, columns) if adds else None
+        return some(self.rows, depth), weight, bias, scale, residual, 1e-5, gated
 
 
 # ------------------------------------------------------------------------------------ choices
 
 
-class Choice(NamedTuple):
-    """The form that serves a product, and why."""
-
-    form: str
-    why: str
+Choice = tuple[str, str]  # the form that serves a product, and why
 
 
 class Forms:
@@ -169,31 +162,27 @@ class Forms:
             return CUBLAS
         try:
             with self.card.waiting():
-                choice = self.kept(asked)
+                form, why = self.kept(asked)
         except LanternError as error:
-            choice = Choice(CUBLAS, f"no choice is kept: {error.reason}")
-        self.note(str(asked), f"{choice.form}: {choice.why}")
-        return choice.form
+            form, why = CUBLAS, f"no choice is kept: {error.reason}"
+        self.note(str(asked), f"{form}: {why}")
+        return form
 
     def kept(self, asked: AskedProduct) -> Choice:
         """What was chosen for this machine, now if not before; of two processes the first that writes decides."""
-        about = asked.about()
+        about = {"name": str(asked), "offered": asked.offered}
         file = own_cache("forms") / f"{digest(about)}-{digest(self.machine)}.json"
         if not file.exists():
-            choice = self.fastest(asked)
-            others = [
-                why
-                for other in file.parent.glob(f"{digest(about)}-*")
-                if (why := self.apart(other))
-            ]
-            why = "; ".join([choice.why, *others])
-            result = {"machine": self.machine, "product": about, "form": choice.form, "why": why}
+            form, why = self.fastest(asked)
+            others = map(self.apart, file.parent.glob(f"{digest(about)}-*"))
+            why = "; ".join([why, *filter(None, others)])
+            result = {"form": form, "why": why, "machine": self.machine, "product": about}
             with suppress(OutputError):
                 write_file(file, json.dumps(result, indent=1).encode())
         with reading(file, "delete it") as saved:
-            choice = Choice(str(saved["form"]), str(saved["why"]))
-        why = self.fault(asked, choice.form)
-        return Choice(CUBLAS, f"{choice.form} is refused: {why}") if why else choice
+            form, why = str(saved["form"]), str(saved["why"])
+        wrong = self.fault(asked, form)
+        return (CUBLAS, f"{form} is refused: {wrong}") if wrong else (form, why)
 
     def apart(self, file: Path) -> str:
         """What of the machine of a choice is not of this one."""
@@ -216,14 +205,14 @@ class Forms:
             best = CUBLAS
         said = [f"{form} {1e6 * seconds:.2f} us" for form, seconds in taken.items()]
         said += [f"{form} is refused: {why}" for form, why in faults.items() if why]
-        return Choice(best, "; ".join(said))
+        return best, "; ".join(said)
 
     def seconds(self, asked: AskedProduct, form: str) -> float:
         """Of one product, in turn in all blocks, so that no cache holds their matrices.
 
         Without the residual sum of cuBLAS's, which the next norm may take.
         """
-        x, residual, _ = asked.inputs()
+        x, *_, residual, _, _ = asked.example()
         added = None if form == CUBLAS else residual
 
         def run() -> None:
@@ -236,7 +225,7 @@ class Forms:
         """Why a form is refused: the processor's plain twin gives something else. Nothing, if it is right."""
         if form == CUBLAS:
             return ""
-        given = asked.parts[0].arguments(*asked.inputs())
+        given = asked.example()
         on_host: list[Any] = [v.cpu() if isinstance(v, Tensor) else v for v in given]
         wanted, run = product(*on_host), partial(self.multiply, form, *given)
         slack = checks.tolerance(wanted.dtype)

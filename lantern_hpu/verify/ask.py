@@ -1,4 +1,4 @@
-"""One stage, in a process that holds the device: its questions are answered one by one."""
+"""In a process that holds the device: questions are answered one by one, and those of a graph mode share engines."""
 
 from __future__ import annotations
 
@@ -51,12 +51,13 @@ SEEDS = 256  # whose first tokens are held to the distribution
 JUDGED = ("float32", "bfloat16")  # formats in which kernels are asked
 DRAWN, VOCABULARY = 64, 32769  # draws, and Emu3's codes, one past a power of two
 DRAW_TOLERANCE = 1e-4  # of a sum of that many float32 numbers
+FLOORS = ("ms_per_step", "floor_ms", "floor_ratio")  # columns of a benchmark
 CUT_STEPS = 2  # the first compiles all that a step is made of
 Answer = tuple[State, str, dict[str, Any]]
 
 
 class Asked:
-    """A device in one graph mode, opened when the first question needs it."""
+    """A device, opened when the first question needs it; `stage` is that of the question, and names the graph mode."""
 
     def __init__(self, stage: Stage, device: str, model: str) -> None:
         self.stage, self.device, self.model = stage, device, model
@@ -64,15 +65,22 @@ class Asked:
         self.no_card = facts is not None and facts.stands_in(device)
         self.stack = ExitStack()
         self.counted: dict[str, int] = {}  # by the device itself, in the last steps
+        self.pipelines: dict[str, LanternPipeline] = {}  # the one that is open, by its graph mode
+        self.host_tokens: dict[str, list[int]] = {}  # by method
 
     @cached_property
     def backend(self) -> Backend:
         return get_backend(self.device, self.stage.graphs)
 
-    @cached_property
+    @property
     def pipeline(self) -> LanternPipeline:
-        """The model on the device."""
-        return self.opened(DeviceOptions(self.device, "float32", graphs=self.stage.graphs))
+        """The model on the device, in the graph mode of the stage."""
+        mode = self.stage.graphs
+        if mode not in self.pipelines:
+            while self.pipelines:
+                self.pipelines.popitem()[1].close()
+            self.pipelines[mode] = self.opened(DeviceOptions(self.device, "float32", graphs=mode))
+        return self.pipelines[mode]
 
     @cached_property
     def host(self) -> LanternPipeline:
@@ -108,8 +116,8 @@ class Asked:
 
     def hardware(self) -> dict[str, Any] | None:
         """What was opened."""
-        opened = vars(self)
-        backend = opened["pipeline"].backend if "pipeline" in opened else opened.get("backend")
+        opened = [pipeline.backend for pipeline in self.pipelines.values()]
+        backend = opened[0] if opened else vars(self).get("backend")
         return None if backend is None else dict(backend.describe())
 
     def answer(self, item: str) -> Answer:
@@ -229,7 +237,9 @@ class Asked:
     def methods(self, item: str) -> Answer:
         if item == RECAPTURED:
             return self.recaptured()
-        want, pipeline = self.drawn(self.host, item)[0], self.pipeline
+        if item not in self.host_tokens:
+            self.host_tokens[item] = self.drawn(self.host, item)[0]
+        want, pipeline = self.host_tokens[item], self.pipeline
         pipeline.backend.memory(reset_peak=True)
         got, steps, report = self.drawn(pipeline, item)
         other = [i for i, (a, b) in enumerate(zip(got, want, strict=False)) if a != b]
@@ -293,9 +303,13 @@ class Asked:
         )
         with closing(open_pipeline(wanted)) as pipeline:
             report = run_bench(pipeline, wanted, [], 0.0)
-        names = ("method", "graphs", "seconds_per_image", "ms_per_step", "tokens_per_step")
-        rows = [{name: row[name] for name in names if name in row} for row in report["rows"]]
-        return "confirmed", "; ".join(report["notes"]), {"rows": rows}
+        names = ("method", "graphs", "seconds_per_image", "tokens_per_step", *FLOORS)
+        rows = [{name: row[name] for name in names} for row in report["rows"]]
+        said = [
+            f"{row['method']}: {row['ms_per_step']:.3g} ms a step, and {row['floor_ms']:.3g} at least"
+            for row in rows
+        ]
+        return "confirmed", "; ".join([*said, *report["notes"]]), {"rows": rows}
 
 
 def grouped(pipeline: LanternPipeline) -> LanternPipeline:
@@ -337,16 +351,16 @@ def explained(error: BaseException) -> str:
 
 
 def answer_all(
-    stage: Stage,
     device: str,
     model: str,
     questions: Sequence[Question],
     send: Callable[[Question | Result | dict[str, Any]], None],
 ) -> None:
-    """Answer the questions of a stage: send each with its result, and last what the hardware is."""
-    asked = Asked(stage, device, model)
+    """Answer questions: send each with its result, and last what the hardware is."""
+    asked = Asked(questions[0].stage, device, model)
     with asked.stack:
         for question in questions:
+            asked.stage = question.stage
             send(question)
             began = time.perf_counter()
             try:
@@ -354,7 +368,7 @@ def answer_all(
             except Exception as error:  # any error of a device's software is an answer
                 state, detail, numbers = "unanswered", explained(error), {}
             seconds = round(time.perf_counter() - began, 2)
-            item, source = question
+            item, source, stage = question
             send(Result(stage.name, item, state, detail, source, seconds, numbers))
         if (hardware := asked.hardware()) is not None:
             send(hardware)

@@ -12,6 +12,7 @@ from lantern_hpu.methods.setting import METHODS
 
 State = Literal["confirmed", "refuted", "unanswered"]
 KINDS = ("facts", "kernels", "caches", "methods", "cuts", "distribution", "bench")  # cheapest first
+ALONE = ("facts", "cuts")  # kinds that share no process
 CUTS_REFUSED = "PT_HPU_USE_EAGER_FALLBACK"  # 0: the compiler raises where it would cut a graph
 DRAWS = "draws"  # a question of kernels that no kernel is named after
 RECAPTURED = "engines recorded again"  # one of methods
@@ -24,7 +25,7 @@ DRAWN = ("ar", "scd", "sjd-pac", "jacobi", "eagle")
 
 @dataclass(frozen=True)
 class Stage:
-    """A process: one graph mode of one device."""
+    """Questions of one kind, in one graph mode of one device."""
 
     kind: str  # of `KINDS`
     graphs: str
@@ -40,12 +41,19 @@ class Stage:
         """What the environment of its process has, in place of what the user set."""
         return {CUTS_REFUSED: "0"} if self.kind == "cuts" else {}
 
+    @property
+    def process(self) -> tuple[str, str]:
+        """Stages of which it is the same have a process together, one after the other, and with it their engines."""
+        apart = BACKENDS[self.device].modes_apart
+        return self.kind if self.kind in ALONE else "", self.graphs if apart else ""
+
 
 class Question(NamedTuple):
     """What is asked, and where the expected answer comes from."""
 
     item: str
     source: str
+    stage: Stage
 
 
 @dataclass(frozen=True)
@@ -62,14 +70,19 @@ class Result:
 
 
 def stages_of(device: str) -> list[Stage]:
-    """The stages of a device, the cheapest first."""
+    """The stages of a device: facts, then a graph mode after the other, the cheapest first."""
     known = BACKENDS[device]
     pairs = [(kind, mode) for kind in ("caches", "methods") for mode in known.modes]
     pairs += [(kind, known.modes[0]) for kind in ("distribution", "bench")]
     pairs += [("kernels", known.modes[0])] if known.kernels else []
     release = hpu_env.release_of().name
     stages = [Stage(*pair, device, release) for pair in (*known.stages, *pairs)]
-    return sorted(stages, key=lambda stage: KINDS.index(stage.kind))
+
+    def place(stage: Stage) -> tuple[bool, int, int]:
+        mode = known.modes.index(stage.graphs) if stage.graphs in known.modes else 0
+        return stage.kind != "facts", mode, KINDS.index(stage.kind)
+
+    return sorted(stages, key=place)
 
 
 NO_FACTS = "gaudi_emulator, which has them, is not installed"
@@ -88,7 +101,7 @@ def items_of(stage: Stage) -> list[Question]:
     if stage.kind == "facts":
         facts = gaudi_facts()
         known = facts.facts_for(stage.graphs, stage.release) if facts else [("facts", NO_FACTS)]
-        return [Question(name, source) for name, source in known]
+        return [Question(name, source, stage) for name, source in known]
     kernels = BACKENDS[stage.device].kernels
     by_kind = {
         "kernels": {**dict.fromkeys(kernels, "its plain twin"), DRAWS: "sums in float64"},
@@ -96,9 +109,9 @@ def items_of(stage: Stage) -> list[Question]:
         "cuts": dict.fromkeys(CACHES, f"{CUTS_REFUSED}=0"),
         "distribution": dict.fromkeys(DRAWN, "the plain model's probabilities on the CPU"),
         "methods": {
-            RECAPTURED: "the tokens before they were closed",
             **dict.fromkeys(METHODS, "the CPU's tokens"),
+            RECAPTURED: "the tokens before they were closed",  # all are
         },
         "bench": {"short benchmark": "this machine"},
     }
-    return [Question(name, source) for name, source in by_kind[stage.kind].items()]
+    return [Question(name, source, stage) for name, source in by_kind[stage.kind].items()]

@@ -1,4 +1,4 @@
-"""All stages of a device, a process each, one after the other; the file has what is known so far at any time."""
+"""All stages of a device, in as few processes as it allows; the file has what is known so far at any time."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -81,14 +82,15 @@ class Report:
         self.say(f"{result.state:<10} {result.stage}, {result.item}{detail}")
         self.save()
 
-    def leave_open(self, stage: Stage, questions: Sequence[Question], why: str) -> None:
+    def leave_open(self, questions: Sequence[Question], why: str) -> None:
         """Questions that got no answer."""
-        for item, source in questions:
+        for item, source, stage in questions:
             self.add(Result(stage.name, item, "unanswered", why, source))
 
-    def missing(self, stage: Stage) -> list[Question]:
-        """Questions of a stage that have no answer yet."""
-        return [one for one in items_of(stage) if (stage.name, one.item) not in self.results]
+    def missing(self, several: Sequence[Stage]) -> list[Question]:
+        """Questions of stages that have no answer yet."""
+        asked = [one for stage in several for one in items_of(stage)]
+        return [one for one in asked if (one.stage.name, one.item) not in self.results]
 
 
 def resumed(wanted: VerifyRequest, say: Callable[[str], object] = str) -> Report:
@@ -113,27 +115,27 @@ def verify(report: Report) -> None:
     """Ask everything that has no answer yet."""
     began, before = time.monotonic(), report.seconds
     ends = began + 60 * report.wanted.minutes
-    for stage in stages_of(report.wanted.device):
+    for _, together in groupby(stages_of(report.wanted.device), lambda stage: stage.process):
         try:
-            ask_stage(report, stage, ends)
+            ask_stages(report, list(together), ends)
         finally:
             report.seconds = before + time.monotonic() - began
             report.save()
 
 
-def ask_stage(report: Report, stage: Stage, ends: float) -> None:
-    """One stage, until the run `ends`; where a question ended its process, a new one starts after that question."""
-    while missing := report.missing(stage):
+def ask_stages(report: Report, together: Sequence[Stage], ends: float) -> None:
+    """Those of a process, until the run `ends`; where a question ended it, a new one starts after that question."""
+    while missing := report.missing(together):
         if ends - time.monotonic() < LEAST:
             why = f"no time left of {report.wanted.minutes:g} minutes"
-            return report.leave_open(stage, missing, why)
+            return report.leave_open(missing, why)
         asked: Question | None = None
         why = "the process ended before it was asked"
-        for message in messages_of(report.wanted, stage, missing, ends):
+        for message in messages_of(report.wanted, missing, ends):
             if isinstance(message, Question):
                 asked = message
-                if stage.kind != "facts":  # those take no time
-                    report.say(f"{'asking':<10} {stage.name}, {asked.item}")
+                if asked.stage.kind != "facts":  # those take no time
+                    report.say(f"{'asking':<10} {asked.stage.name}, {asked.item}")
             elif isinstance(message, Result):
                 report.add(message)
                 asked = None
@@ -142,24 +144,22 @@ def ask_stage(report: Report, stage: Stage, ends: float) -> None:
             else:
                 why = message
         if asked is None:
-            return report.leave_open(stage, report.missing(stage), why)
-        report.leave_open(stage, [asked], why)
+            return report.leave_open(report.missing(together), why)
+        report.leave_open([asked], why)
 
 
 Message = Question | Result | dict[str, Any] | str
 
 
 def messages_of(
-    wanted: VerifyRequest, stage: Stage, questions: Sequence[Question], ends: float
+    wanted: VerifyRequest, questions: Sequence[Question], ends: float
 ) -> Iterator[Message]:
-    """From the process of a stage: each question, its result, the hardware; last why it ended if not by itself."""
+    """From a process: each question, its result, the hardware; last why it ended if not by itself."""
     context = multiprocessing.get_context("spawn")
     reader, writer = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        child = context.Process(
-            target=answer_in_process, args=(wanted, stage, questions, writer, log)
-        )
+        child = context.Process(target=answer_in_process, args=(wanted, questions, writer, log))
         child.start()
         writer.close()
         try:
@@ -182,19 +182,15 @@ def messages_of(
 
 
 def answer_in_process(
-    wanted: VerifyRequest,
-    stage: Stage,
-    questions: Sequence[Question],
-    writer: Connection,
-    log: Path,
+    wanted: VerifyRequest, questions: Sequence[Question], writer: Connection, log: Path
 ) -> None:
-    """What the process of a stage does; all it prints goes into the log."""
+    """What a process does; all it prints goes into the log."""
     # Flags that the parent has set would count as the user's.
     os.environ.pop(hpu_env.LAZY_MODE, None)
-    os.environ.update(stage.flags)
+    os.environ.update(questions[0].stage.flags)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT)
     for number in (1, 2):
         os.dup2(descriptor, number)
     from lantern_hpu.verify.ask import answer_all
 
-    answer_all(stage, wanted.device, wanted.model, questions, writer.send)
+    answer_all(wanted.device, wanted.model, questions, writer.send)
