@@ -49,6 +49,8 @@ BAD: list[tuple[str, Any, dict[str, Any]]] = [
     ("relax", "gap=0.1", {"method": "lantern++"}),
     ("relax", "k=99999", {"method": "lantern++"}),
     ("relax", "lambda-5", {"method": "ar"}),
+    ("relax", "verify=both", {"method": "lantern++"}),
+    *(("relax", "verify=block", {"method": name}) for name in ("ar", "scd", "lantern++")),
     ("cfg_scale", 0.5, {}),
     ("cfg_scale", 101.0, {}),
     ("temperature", 0.001, {}),

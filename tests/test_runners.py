@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -43,6 +43,7 @@ RELAXED = Multiplicative(6, lam=4.0)
 GROWN = DynamicTree(3, 2, 8)
 CLUSTERS = Clustered(distance=100.0, ranks=3)
 TV = Blended(tv=0.2, budget=1.0)
+TOGETHER, TOGETHER_TV = Multiplicative(verify="block"), replace(TV, verify="block")
 OFFICIAL = Additive(6, "official", 0.3)
 BROAD, SIMPLE = load_static("mc_sim_7b_63"), load_static("naive_extend_57")
 METHODS: dict[str, tuple[Tree, dict[str, Any]]] = {
@@ -57,7 +58,9 @@ METHODS: dict[str, tuple[Tree, dict[str, Any]]] = {
     "lantern++ official": (BROAD, {"relaxation": OFFICIAL}),
     "lantern++ annealed": (BROAD, {"relaxation": Annealed(omega=1.5, nu=0.5)}),
     "lantern++ tv": (BROAD, {"relaxation": TV}),
+    "lantern++ tv together": (load_static("mc_sim_7b_63"), {"relaxation": TOGETHER_TV}),
     "lantern++ clusters": (BROAD, {"relaxation": CLUSTERS}),
+    "eagle together": (load_static("chain"), {"relaxation": TOGETHER}),
     "eagle2": (DynamicTree(), {}),
     "eagle2 greedy": (GROWN, {"temperature": 0.0}),
     "lantern": (GROWN, {"relaxation": Additive(6, bound=0.3)}),
@@ -77,7 +80,7 @@ METHODS: dict[str, tuple[Tree, dict[str, Any]]] = {
 }
 
 
-QUICK = ("ar", "lantern++", "jacobi", "sjd-pac", "scd tv")
+QUICK = ("ar", "eagle together", "lantern++", "jacobi", "sjd-pac", "scd tv")
 WINDOWS = [load_tree("scd:6"), load_tree("sjd-pac:6:3x2")]
 
 

@@ -16,7 +16,14 @@ from lantern_hpu.backends.cpu.backend import CPUBackend
 from lantern_hpu.core import Request
 from lantern_hpu.decode.batch import Batch
 from lantern_hpu.decode.state import DecodeState
-from lantern_hpu.methods.relaxation import Additive, Annealed, Clustered, Multiplicative, Relaxation
+from lantern_hpu.methods.relaxation import (
+    Additive,
+    Annealed,
+    Blended,
+    Clustered,
+    Multiplicative,
+    Relaxation,
+)
 from lantern_hpu.models.transformer import Drafter, Target, rope_table
 from lantern_hpu.ops.buffers import additive_mask
 from lantern_hpu.ops.kv_cache import KVCache
@@ -101,6 +108,28 @@ def test_images_are_those_of_the_slow_loop(models: Models, tree: Tree, settings:
 
 
 FLAT = DraftTree.from_paths("flat", [[0], [1], [2]])
+TOGETHER = {
+    "exact": (Multiplicative(verify="block"), Relaxed()),
+    "tv": (Blended(tv=0.2, verify="block"), Relaxed(tv=0.2)),
+}
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+@pytest.mark.parametrize("tree", mostly_slow([SMALL_TREE, CHAIN, FLAT, NAMED], SMALL_TREE), ids=str)
+def test_images_of_drafts_verified_together_are_those_of_the_slow_loop(
+    models: Models, tree: DraftTree, name: str
+) -> None:
+    relaxation, rule = TOGETHER[name]
+    requests = batch(relaxation=relaxation)[: 1 if tree == NAMED else 4]
+    decoded, slow = sample(models, tree, requests), []
+    for one in requests:
+        rows = condition(models[0].config, [one.prompt])[:2]
+        twin = Twin(models, one, *rows, rule)
+        slow.append(twin.decode(tree))
+    assert decoded.tokens.tolist() == slow
+    other = sample(models, tree, batch(relaxation=replace(relaxation, verify="token")))
+    if tree.depth > 1:
+        assert decoded.tokens.tolist() != other.tokens.tolist()
 
 
 @pytest.mark.parametrize("name", ["dynamic:1x3x4", "dynamic:3x0x2", "flat"])

@@ -131,6 +131,18 @@ def stops(
             left *= 1 - found.chance
 
 
+def token_rate(tree: DraftTree, model: Model) -> float:
+    """Tokens a step of a chain whose drafts are verified one by one."""
+    rate = 1.0
+    for found, drawn in drafted(tree, model):
+        chance = 1.0
+        for node in range(1, tree.size):
+            above, token = found[node - 1], found[node][-1]
+            chance *= min(1.0, model.p[above][token] / model.q[above][token])
+            rate += drawn * chance
+    return rate
+
+
 def law(tree: DraftTree, model: Model) -> tuple[NDArray[np.float64], float]:
     """The distribution of images [V, ..., V] whose next tokens a step verifies together, and tokens a step."""
     result, rate = np.zeros((V,) * (model.most + 1)), 0.0
@@ -154,3 +166,50 @@ def test_images_follow_the_target_whatever_the_tree(tree: DraftTree, seed: int) 
     model = Model(seed, tree.depth)
     found, _ = law(tree, model)
     np.testing.assert_allclose(found, model.images(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_chain_accepts_fewer_than_token_by_token(seed: int) -> None:
+    for depth in (1, 2, 3):
+        model = Model(seed, depth)
+        tree = DraftTree.from_paths("chain", [[0] * n for n in range(1, depth + 1)])
+        (_, together), alone = law(tree, model), token_rate(tree, model)
+        assert together > alone * (1 + 1e-6) if depth > 1 else together == pytest.approx(alone)
+
+
+@pytest.mark.parametrize("rule", [Relaxed(tv=0.15), Relaxed(tv=0.15, budget=0.2)], ids=str)
+def test_a_blend_is_the_exact_rule_with_another_target(rule: Relaxed) -> None:
+    """What each node spends is what nodes above it left, so that a path keeps to its budget."""
+    for case in CASES[::3]:
+        uniform = torch.rand(B, case.tree.size - 1, generator=torch.Generator().manual_seed(1))
+        for image in range(B // 2):
+            p, q = case.probs(image)
+            blended, spent = {}, {0: 0.0}
+            for node in case.tree.expanded:
+                left = Relaxed(tv=rule.tv, budget=rule.budget - spent[node])
+                share, cost = blend(p[node], q[node], left)
+                pairs = zip(p[node], q[node], strict=True)
+                blended[node] = [a + share * (b - a) for a, b in pairs]
+                spent |= dict.fromkeys(case.tree.children[node], spent[node] + cost)
+            draws = case.tokens[image].tolist(), uniform[image].tolist()
+            want = traverse(case.tree, blended, q, *draws, Relaxed())
+            found = traverse(case.tree, p, q, *draws, rule)
+            assert want is not None and found is not None and found.node == want.node
+            assert sum(found.spent) <= rule.budget + 1e-12
+            if want.residual is not None:
+                assert found.residual == pytest.approx(want.residual, abs=1e-9)
+
+
+def test_one_level_is_verified_as_token_by_token() -> None:
+    tree = DraftTree.from_paths("flat", [[0], [1], [2]])
+    rng, refused = np.random.default_rng(0), 0
+    for _ in range(500):
+        p, q = ({0: rng.dirichlet([0.5] * 8).tolist()} for _ in range(2))
+        tokens = [0, *rng.choice(8, 3, replace=False, p=q[0]).tolist()]
+        uniform = rng.random(3).tolist()
+        found = traverse(tree, p, q, tokens, uniform, Relaxed())
+        want = walk(tree, p, q, tokens, [uniform], Relaxed())
+        assert found is not None and found.node == want.node
+        assert found.residual is None or found.residual == pytest.approx(want.residual)
+        refused += want.node == 0
+    assert 0 < refused < 500

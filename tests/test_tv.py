@@ -15,7 +15,7 @@ from lantern_hpu.core import Request
 from lantern_hpu.decode.accept import Acceptance
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.decode.state import Bounds
-from lantern_hpu.methods.relaxation import EXACT, PRESETS, Blended, read_relaxation
+from lantern_hpu.methods.relaxation import EXACT, PRESETS, Blended, Verify, read_relaxation
 from lantern_hpu.methods.setting import Setting
 from lantern_hpu.tree import DraftTree, Tree, Window, load_tree
 from lantern_lab.fidelity import expectation, root
@@ -38,6 +38,9 @@ from tests.tiny import (
 from tests.twin import Twin
 
 TREES = [SMALL_TREE, load_tree("scd:3"), load_tree("sjd-pac:3:2x1")]
+# And how their drafts are verified
+VERIFIED: list[tuple[Tree, Verify]] = [*((tree, "auto") for tree in TREES), (SMALL_TREE, "block")]
+verified_trees = pytest.mark.parametrize(("tree", "verify"), VERIFIED, ids=str)
 PAIRS, V = 4096, 9
 
 
@@ -131,12 +134,14 @@ def test_budget_along_a_window_is_that_of_one_place_after_the_other() -> None:
     assert bool((found.spent.sum(1)[:20] > budget[:20] - 1e-6).all())  # and it is used up
 
 
-@pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.name)
+@verified_trees
 @pytest.mark.parametrize("budget", [0.0, 0.3, 1.0])
-def test_images_spend_no_more_than_their_budget(models: Models, tree: Tree, budget: float) -> None:
+def test_images_spend_no_more_than_their_budget(
+    models: Models, tree: Tree, verify: Verify, budget: float
+) -> None:
     rules = [Blended(tv=0.2, budget=budget), Blended(tv=0.2), EXACT, Blended(tv=0.05, budget=9.0)]
     requests = [
-        request(p, 7 + i, relaxation=rule)
+        request(p, 7 + i, relaxation=replace(rule, verify=verify))
         for i, (p, rule) in enumerate(zip("abcd", rules, strict=True))
     ]
     drawn = draw(make_engine(models, spec_for(tree, requests)), requests)
@@ -267,15 +272,19 @@ def test_windows_draw_images_of_the_distribution_that_the_rule_says(
     assert surprise(counts, exact_probs(small[0], one)) > 10
 
 
-@pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.name)
+@verified_trees
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_tv_of_zero_draws_the_exact_images(models: Models, tree: Tree, settings: str) -> None:
-    exact = [request(p, 5 + i, **SETTINGS[settings]) for i, p in enumerate("abcd")]
+def test_tv_of_zero_draws_the_exact_images(
+    models: Models, tree: Tree, verify: Verify, settings: str
+) -> None:
+    rule = replace(EXACT, verify=verify)
+    exact = [request(p, 5 + i, relaxation=rule, **SETTINGS[settings]) for i, p in enumerate("abcd")]
     want = sample(models, tree, exact)
     # Beside an image that is blended, so that the rule is in the graph
-    for rule in (Blended(tv=0.0), Blended(tv=0.5, budget=0.0)):
-        zero = [replace(one, relaxation=rule) for one in exact]
-        other = request("xy", 1, relaxation=Blended(tv=0.5), **SETTINGS[settings])
+    for none in (Blended(tv=0.0), Blended(tv=0.5, budget=0.0)):
+        zero = [replace(one, relaxation=replace(none, verify=verify)) for one in exact]
+        blended = Blended(tv=0.5, verify=verify)
+        other = request("xy", 1, relaxation=blended, **SETTINGS[settings])
         requests = [*zero, other]
         assert spec_for(tree, requests).blended
         drawn = sample(models, tree, requests)
@@ -283,11 +292,12 @@ def test_tv_of_zero_draws_the_exact_images(models: Models, tree: Tree, settings:
         assert drawn.steps[:4] == want.steps and drawn.relaxed[:4] == [0] * 4
 
 
-@pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.name)
-def test_more_is_accepted_the_more_a_token_may_cost(tree: Tree) -> None:
+@verified_trees
+def test_more_is_accepted_the_more_a_token_may_cost(tree: Tree, verify: Verify) -> None:
     strangers, steps = tiny_models(seed=3, likeness=0.0), []
     for tv in (0.0, 0.2, 1.0):
-        requests = [request("abcd", i, relaxation=Blended(tv=tv)) for i in range(32)]
+        rule = Blended(tv=tv, verify=verify)
+        requests = [request("abcd", i, relaxation=rule) for i in range(32)]
         steps.append(sum(sample(strangers, tree, requests).steps))
     assert steps[0] > steps[1] > steps[2]
     total = strangers[0].config.tokens

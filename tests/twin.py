@@ -17,7 +17,7 @@ from lantern_hpu.models.transformer import Drafter, Target, rope_table
 from lantern_hpu.ops import sampling
 from lantern_hpu.ops.buffers import additive_mask, prefix_mask
 from lantern_hpu.tree import DraftTree, DynamicTree, Tree
-from tests.reference import Probs, Relaxed, dynamic_tree, walk, wins
+from tests.reference import Outcome, Probs, Relaxed, dynamic_tree, traverse, walk, wins
 from tests.tiny import Models
 
 
@@ -195,7 +195,8 @@ class Twin:
 
     def step(self, tree: Tree, tokens: list[int], number: int) -> list[int]:
         """The tokens that one step adds."""
-        count, most = tree.draws + tree.depth * tree.max_children + 1, tree.max_children
+        most, together = tree.max_children, self.request.relaxation.verify == "block"
+        count = tree.draws + (tree.size - 1 if together else tree.depth * most) + 1
         uniform = sampling.uniforms(self.request.seed, number, count).tolist()
         rest = uniform[tree.draws :]
         tries = [rest[depth * most : (depth + 1) * most] for depth in range(tree.depth)]
@@ -212,7 +213,10 @@ class Twin:
         if self.request.sampling.greedy:
             node = self.deepest(tree, p, drafts, age)
             return path[node] + topk_tokens(p[node], 1)
-        outcome = walk(tree, p, q, drafts, tries, self.rule)
+        outcome: Outcome | None = None
+        if together and q is not None:
+            outcome = traverse(tree, p, q, drafts, rest, self.rule)
+        outcome = outcome or walk(tree, p, q, drafts, tries, self.rule)
         probs = p[outcome.node] if outcome.residual is None else outcome.residual
         return path[outcome.node] + [self.token(probs, uniform[-1])]
 

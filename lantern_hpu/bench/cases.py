@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from lantern_hpu.backends import LARGE_PARAMETERS, DeviceOptions
@@ -126,7 +126,10 @@ def cases_of(pipeline: LanternPipeline, wanted: BenchRequest, modes: Sequence[st
     for batch in wanted.batches:
         for setting in wanted.settings:
             chosen = pipeline.resolve(setting, batch)
-            key = (chosen.method, chosen.relaxation, chosen.tree.name, batch)
+            rule = chosen.relaxation
+            if rule.verify == "block":  # as all trees of this name are, but for those of one level
+                rule = replace(rule, verify="auto")
+            key = (chosen.method, rule, chosen.tree.name, batch)
             # The tuned tree may be a named one that is asked for as well.
             if result.setdefault(key, chosen) != chosen:
                 what = words(

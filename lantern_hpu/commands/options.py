@@ -176,7 +176,8 @@ LONG_HELPS = {  # with the names that are known
     "and processor); W:KxD for K candidates at each of the first D positions (sjd-pac; 3x3); W:commit=C to accept "
     "the first C drafts in every step: a fixed number of steps, lossless only for C = 1",
     "relax": f"relaxation: {', '.join(PRESETS)}, or values: lambda=5:k=10, delta=0.2:k=1000, tv=0.1:budget=10, "
-    "omega=2:nu=0.2:mu=0, distance=0.5:ranks=7:gap=0.15, residual=official; docs/methods.md (the method's own)",
+    "omega=2:nu=0.2:mu=0, distance=0.5:ranks=7:gap=0.15, residual=official, verify=token; "
+    "docs/methods.md (the method's own)",
 }
 
 

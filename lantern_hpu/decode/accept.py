@@ -221,6 +221,10 @@ class Blend(NamedTuple):
     share: Tensor  # [B, n] h
     spent: Tensor  # [B, n] the total variation that it costs
 
+    @classmethod
+    def of(cls, distance: Tensor, spent: Tensor) -> Blend:
+        return cls(spent / distance.clamp(min=TINY), spent)
+
     def accept_mass(self, mass: Tensor, drawn: Tensor) -> Tensor:
         """What first children are accepted with, from their own mass and the drafter's; all [B, n]."""
         return mass + self.share * (drawn - mass).clamp(min=0)
@@ -251,6 +255,14 @@ class TraversalLevel(nn.Module):
         found = {n: len(nodes) + i for i, n in enumerate(inner)}
         self.found = constant([found.get(n, i) for i, n in enumerate(nodes)])  # [n] of the n + w
 
+    def next_level(self, x: Tensor) -> Tensor:
+        """What the w nodes have for each child [B, w, c]: of the nodes of the next depth [B, m]."""
+        return x.flatten(1).index_select(1, self.below)
+
+    def chances(self, weight: Tensor, left: Tensor) -> Tensor:
+        """Of all n nodes [B, n], whose weights are [B, n]; those with children have [B, w] left of theirs."""
+        return torch.cat([weight, left], 1).index_select(1, self.found)
+
 
 class Traversal(nn.Module):
     """Drafts of a static tree verified together: exactly, or by blending.
@@ -260,7 +272,7 @@ class Traversal(nn.Module):
     their weight. The deepest are asked first, and first children before their siblings; where nothing behind a child
     is kept, with r = [c p - q]+ and its sum s, its parent goes on with p = r / s, c = s / (s + 1 - c), and q without x.
     A node is kept with the chance c that is left once nothing behind it was, and the next token drawn from the p that
-    is left there. What a node's chance is depends on no draw: so all are computed, a depth at a time.
+    is left there. What a node's chance is depends on no uniform: so all are computed, a depth at a time.
     """
 
     levels: Sequence[TraversalLevel]  # an nn.ModuleList
@@ -288,77 +300,95 @@ class Traversal(nn.Module):
         if self.walk is not None:
             tree = (tokens, tables.child, tables.row, self.order, len(self.levels))
             return Verdict(*self.walk(p, q, *tree, uniform, tv, budget))
-        weight, left = torch.ones_like(p[:, :1, 0]), budget if budget is None else budget[:, None]
-        chances, rests, costs, shares = [], [], [], []
+        weight = torch.ones_like(p[:, :1, 0])  # [B, n] of the nodes of a depth
+        left = None if budget is None else budget[:, None]  # [B, n]
+        chances, rests, blends = [], [], list[Blend]()
         for level in self.levels:
             here, drawn = p.index_select(1, level.row), q.index_select(1, level.row)  # [B, w, V]
-            first = here
+            inner, target = weight.index_select(1, level.inner), here
             if tv is not None and left is not None:
                 left = left.index_select(1, level.inner)  # [B, w]
                 distance = (here - drawn).clamp(min=0).sum(-1)
-                spent = torch.minimum(torch.minimum(distance, tv[:, None]), left.clamp(min=0))
-                shares.append(spent / distance.clamp(min=TINY))
-                costs.append(spent)
-                here = here + shares[-1][..., None] * (drawn - here)
-                left = (left - spent)[..., None].expand(-1, -1, level.child.shape[1])
-                left = left.flatten(1).index_select(1, level.below)
-            inner = weight.index_select(1, level.inner)
-            children, rest, chance = self.siblings(level, here, drawn, inner, first, tokens)
-            chances.append(torch.cat([weight, chance], 1).index_select(1, level.found))
+                most = torch.minimum(distance, tv[:, None])
+                blends.append(Blend.of(distance, torch.minimum(most, left.clamp(min=0))))
+                target = here + blends[-1].share[..., None] * (drawn - here)
+                left = (left - blends[-1].spent)[..., None].expand(-1, -1, level.child.shape[1])
+                left = level.next_level(left)
+            children, rest, chance = self.siblings(level, target, drawn, inner, here, tokens)
+            chances.append(level.chances(weight, chance))
             rests.append(rest)
-            weight = children.flatten(1).index_select(1, level.below)
+            weight = level.next_level(children)
         chance = torch.cat([*chances, weight], 1)  # [B, M]
         kept = torch.cat([torch.ones_like(chance[:, :1]).bool(), uniform < chance[:, 1:]], 1)
-        node = (kept * self.priority).argmax(-1).int()  # [B], of all that are kept the first asked
-        residual = rows_at(torch.cat(rests, 1), gather(tables.row, 1, node[:, None])[:, 0])
-        depth = gather(tables.depth, 1, node[:, None])  # [B, 1]
-        path = rows_at(tables.path, node)  # [B, D + 1]
-        zero = torch.zeros_like(uniform[:, :1]).expand_as(path[:, 1:])
-        if not costs:
-            return Verdict(node, residual, zero > 0, zero)
-        parent, child = path[:, :-1], path[:, 1:]
-        row = gather(tables.row, 1, parent)  # [B, D]
-        has_children = gather(tables.child[..., 0], 1, parent) > 0
-        spent = gather(torch.cat(costs, 1), 1, row) * (has_children & (self.depth <= depth))
-        at = row * p.shape[-1] + gather(tokens, 1, child)
-        own, drawn = gather(p.flatten(1), 1, at), gather(q.flatten(1), 1, at)
-        raised = own + gather(torch.cat(shares, 1), 1, row) * (drawn - own)
-        is_stop = self.depth == depth - 1
-        bar = gather(uniform, 1, (child - 1).clamp(min=0))
-        bar = bar / torch.where(is_stop, gather(chance, 1, child), 1.0)
-        is_first = gather(tables.child[..., 0], 1, parent) == child
-        relaxed = is_first & (spent > 0) & (self.depth < depth)
-        relaxed = relaxed & (bar >= own / torch.minimum(raised, drawn).clamp(min=TINY))
-        return Verdict(node, residual, relaxed, spent)
+        node_at = (
+            (kept * self.priority).argmax(-1).int()
+        )  # [B] of all that are kept the first asked
+        residual = rows_at(torch.cat(rests, 1), gather(tables.row, 1, node_at[:, None])[:, 0])
+        relaxed, spent = self.costs(p, q, drafts, uniform, chance, node_at, blends)
+        return Verdict(node_at, residual, relaxed, spent)
 
     def siblings(
         self,
         level: TraversalLevel,
         p: Tensor,  # [B, w, V], blended
-        q: Tensor,
+        q: Tensor,  # [B, w, V]
         weight: Tensor,  # [B, w]
-        first: Tensor,  # [B, w, V] p as it was
+        whole: Tensor,  # [B, w, V] p as it was
         tokens: Tensor,  # [B, M]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The weights of a depth's children [B, w, c]; what p is and with which chances [B, w] their parents are kept
-        where nothing behind them was."""
+        """The children of w nodes in turn.
+
+        Returns the children's weights [B, w, c]; and where nothing behind them was kept, what is left of the nodes' p
+        [B, w, V] and of their weights [B, w], with which they are kept.
+        """
         weights = []
         for rank in range(level.child.shape[1]):
-            child = level.child[:, rank]
+            child = level.child[:, rank]  # [w]
             token = tokens.index_select(1, child)[..., None]  # [B, w, 1]
-            drawn = gather(q, 2, token)[..., 0]
+            own, drawn = gather(p, 2, token)[..., 0], gather(q, 2, token)[..., 0]
             exists = (child > 0) & (drawn > 0)  # else the draws ran out before it
-            kept = (weight * gather(p, 2, token)[..., 0] / drawn.clamp(min=TINY)).clamp(max=1)
-            weights.append(kept * exists)
+            weights.append((weight * own / drawn.clamp(min=TINY)).clamp(max=1) * exists)
             left = (weight[..., None] * p - q).clamp(min=0)
-            mass = left.sum(-1)
-            refused = mass + (1 - weight)
-            chance = torch.where(refused > 0, mass / refused, 1.0)
-            left = torch.where((mass > 0)[..., None], left / mass[..., None], first)
+            mass = left.sum(-1)  # [B, w]
+            missing = mass + (1 - weight)
+            left = torch.where((mass > 0)[..., None], left / mass[..., None], whole)
             p = torch.where(exists[..., None], left, p)
+            chance = (mass / missing).masked_fill(missing <= 0, 1.0)
             weight = torch.where(exists, chance, weight)
             q = remove_token(q, token)
         return torch.stack(weights, 2), p, weight
+
+    def costs(
+        self,
+        p: Tensor,
+        q: Tensor,
+        drafts: Drafts,
+        uniform: Tensor,
+        chance: Tensor,  # [B, M]
+        node: Tensor,  # [B] where the walk stops
+        blends: Sequence[Blend],  # [B, w] of each depth; none where no image blends
+    ) -> tuple[Tensor, Tensor]:
+        """Which drafts of the path were kept thanks to relaxation, and what its nodes spent: both [B, D].
+
+        A first child is kept with the mass min(p', q), of which min(p, q) is not due to blending.
+        """
+        tables, path = drafts.tables, rows_at(drafts.tables.path, node)  # [B, D + 1]
+        parent, child = path[:, :-1], path[:, 1:]
+        if not blends:
+            zero = torch.zeros_like(uniform[:, :1]).expand_as(child)
+            return zero > 0, zero
+        row, first = gather(tables.row, 1, parent), gather(tables.child[..., 0], 1, parent)
+        share, spent = (gather(torch.cat(x, 1), 1, row) for x in zip(*blends, strict=True))
+        depth = gather(tables.depth, 1, node[:, None])  # [B, 1]
+        spent = spent * ((first > 0) & (self.depth <= depth))
+        at = row * p.shape[-1] + gather(drafts.tokens, 1, child)
+        own, drawn = gather(p.flatten(1), 1, at), gather(q.flatten(1), 1, at)
+        raised = torch.minimum(own + share * (drawn - own), drawn)
+        # The last draft of the path was kept as its uniform is less than its chance; the others whatever theirs is
+        last = gather(chance, 1, child).masked_fill(self.depth != depth - 1, 1.0)
+        bar = gather(uniform, 1, (child - 1).clamp(min=0)) / last
+        relaxed = (first == child) & (spent > 0) & (self.depth < depth)
+        return relaxed & (bar >= own / raised.clamp(min=TINY)), spent
 
 
 # ------------------------------------------------------------------------------------------ accept
@@ -413,8 +443,7 @@ class Acceptance(nn.Module):
         most = torch.minimum(distance, bounds.tv[:, None])
         before = most.cumsum(1) - most  # as long as the budget lasts; after that it is no less
         left = (bounds.budget[:, None] - before).clamp(min=0)
-        spent = torch.minimum(most, left)
-        return Blend(spent / distance.clamp(min=TINY), spent)
+        return Blend.of(distance, torch.minimum(most, left))
 
     def accept_mass(
         self, node: Node, token: Tensor, prob: Tensor

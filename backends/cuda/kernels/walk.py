@@ -1,10 +1,10 @@
 """The walk down a verified tree in one program an image: all levels, and the children of a node in turn.
 
-`triton_walk` tries each draft by itself, `triton_traverse` all together. The rule of the former is that of `accept.py`, with its residual [p - q]+: exact, relaxed by neighbours (LANTERN, arXiv
-2410.03355; LANTERN++, arXiv 2502.06352), by depth (Cool-SD, arXiv 2601.09212) or by blending. Exact is relaxed with
-nothing.
-The probabilities at a node stay in registers while its children are tried. The target's is also kept in memory, where
-single entries of it are read.
+`triton_walk` tries each draft by itself, `triton_traverse` verifies them together. The rule is that of `accept.py`, with
+its residual [p - q]+: exact, relaxed by blending, or by the former also by neighbours (LANTERN, arXiv 2410.03355;
+LANTERN++, arXiv 2502.06352) or by depth (Cool-SD, arXiv 2601.09212). Exact is relaxed with nothing.
+The probabilities at a node stay in registers while its children are tried. `triton_walk` also keeps the target's in
+memory, where single entries of it are read.
 """
 
 # Triton reads the annotations of its functions: they are not postponed, and say `constexpr` or nothing.
@@ -170,7 +170,7 @@ def tried(
     BLENDED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The weights of a node's children, and what is left of p and of its own weight once nothing behind them was kept."""
+    """Store the weights of a node's children. -> what is left of p and of its weight if nothing behind them is kept"""
     index = tl.arange(0, BLOCK)
     there = index < V
     whole = tl.load(row + node).to(tl.int64) * V + index
