@@ -100,7 +100,9 @@ class Compiler:
         if not flag(self.card.flags | flags, "PT_HPU_USE_EAGER_FALLBACK", True):
             for reason in (first_line(found.reason) for found in breaks):
                 if "dynamic shape operator" in reason.lower():
-                    raise AssertionError(f"eager fallback ({reason}), and PT_HPU_USE_EAGER_FALLBACK=0")
+                    raise AssertionError(
+                        f"eager fallback ({reason}), and PT_HPU_USE_EAGER_FALLBACK=0"
+                    )
 
     def guard_failed(self, failure: Any) -> None:
         code = failure.orig_code

@@ -35,6 +35,16 @@ def test_lossless_methods_draw_from_the_distribution(
     assert found.chance > 1e-3 and found.tv < 0.05 and found.metered is None
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["eagle@chain", "eagle@deep_7"])
+def test_drafts_verified_together_are_drawn_from_the_distribution(
+    pipeline: LanternPipeline, host: LanternPipeline, method: str
+) -> None:
+    setting = pipeline.resolve(method)
+    assert setting.relaxation.verify == "block"
+    assert measure(pipeline, host, setting, "red cat", 4096).chance > 1e-4
+
+
 def test_a_relaxed_method_is_told_from_a_lossless_one(
     pipeline: LanternPipeline, host: LanternPipeline
 ) -> None:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from lantern_hpu.decode.accept import Acceptance, postorder
 from lantern_hpu.tree import DraftTree
-from tests.reference import Outcome, Probs, Relaxed, traverse
+from tests.reference import Outcome, Probs, Relaxed, blend, traverse, walk
 from tests.test_accept import CASES, B, bounds_of, spec_of
 
 RULES = {

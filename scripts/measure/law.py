@@ -24,8 +24,8 @@ from lantern_hpu.results.prompts import usual_prompts
 from lantern_hpu.results.tables import aligned
 from lantern_hpu.verify.distribution import LEAST_CHANCE, measure
 
-LOSSLESS = "ar,scd@4,sjd-pac@4,jacobi@4,eagle,eagle2"
-RELAXED = "scd:tv=0.2@4,scd:lambda-5@4,lantern++"
+LOSSLESS = "ar,scd@4,sjd-pac@4,jacobi@4,eagle,eagle@chain,eagle@deep_7,eagle2"
+RELAXED = "scd:tv=0.2@4,scd:lambda-5@4,lantern++,lantern++:tv=0.2@deep_7"
 
 
 def run(args: argparse.Namespace) -> int:

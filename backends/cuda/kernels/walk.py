@@ -1,8 +1,8 @@
 """The walk down a verified tree in one program an image: all levels, and the children of a node in turn.
 
-`triton_walk` tries each draft by itself, `triton_traverse` verifies them together. The rule is that of `accept.py`, with
-its residual [p - q]+: exact, relaxed by blending, or by the former also by neighbours (LANTERN, arXiv 2410.03355;
-LANTERN++, arXiv 2502.06352) or by depth (Cool-SD, arXiv 2601.09212). Exact is relaxed with nothing.
+`triton_walk` tries each draft by itself, `triton_traverse` verifies them together. The rules are those of `accept.py`:
+exact, relaxed by blending, and of `triton_walk` by neighbours (LANTERN, arXiv 2410.03355; LANTERN++, arXiv 2502.06352)
+or by depth (Cool-SD, arXiv 2601.09212), with the residual [p - q]+. Exact is relaxed with nothing.
 The probabilities at a node stay in registers while its children are tried. `triton_walk` also keeps the target's in
 memory, where single entries of it are read.
 """
