@@ -11,7 +11,7 @@ import secrets
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -181,10 +181,15 @@ def try_folder(folder: Path) -> None:
                 part.rmdir()
 
 
-def some_of(paths: Sequence[Path]) -> str:
+def some_names(names: Iterable[str], shown: int = 8) -> str:
     """The first ones, for a message, and how many more there are."""
-    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
-    return ", ".join(map(str, paths[:3])) + more
+    every = list(names)
+    more = f" and {len(every) - shown} more" if len(every) > shown else ""
+    return ", ".join(every[:shown]) + more
+
+
+def some_of(paths: Iterable[Path]) -> str:
+    return some_names(map(str, paths), 3)
 
 
 def check_kind(path: Path) -> None:

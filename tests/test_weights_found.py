@@ -223,12 +223,13 @@ def test_pointers_and_pages_are_named_in_every_kind_of_file(
     file.write_bytes(content)
     if name == "config.json":
         shutil.copy(public / CLASS / "c2i_B_256.pt", tmp_path)
-    read: Callable[[Path], Any] = {
+    readers: dict[str, Callable[[Path], Any]] = {
         "x.npy": open_table,
         "x.npz": read_saved_tokens,
         "tokenizer.json": lambda file: load_tokenizer(file.parent),
         "config.json": lambda file: loaded(file.parent),
-    }.get(name, open_checkpoint)
+    }
+    read = readers.get(name, open_checkpoint)
     with pytest.raises(WeightsError) as refused:
         read(file)
     assert says in str(refused.value) and name in str(refused.value)

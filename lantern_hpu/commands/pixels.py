@@ -21,7 +21,14 @@ from numpy.typing import NDArray
 from lantern_hpu.backends import DeviceOptions, get_backend, prepare
 from lantern_hpu.commands import options
 from lantern_hpu.errors import OptionError, WeightsError, exit_code
-from lantern_hpu.files import check_content, check_free, check_regular, reported_as, write_file
+from lantern_hpu.files import (
+    check_content,
+    check_free,
+    check_regular,
+    reported_as,
+    some_names,
+    write_file,
+)
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.files.names import PICKLES, SAFE, VQ, PartOverrides
 
@@ -69,19 +76,22 @@ def read_tokens(path: Path, config: TransformerConfig) -> SavedTokens:
         check_tokens(part.tokens, config, file)
     tokens = np.concatenate([part.tokens for part in parts])
     prompts = [prompt for part in parts for prompt in part.prompts]
-    return SavedTokens(tokens, prompts, [about for part in parts for about in part.metadata])
+    metadata = [about for part in parts for about in part.metadata]
+    tokenizers = {part.tokenizer for part in parts if part.tokenizer}
+    if len(tokenizers) > 1:
+        raise OptionError(f"the files in {path} are of several VQ tokenizers")
+    return SavedTokens(tokens, prompts, metadata, "".join(tokenizers))
 
 
 def read_file(path: Path, config: TransformerConfig) -> SavedTokens:
-    from lantern_hpu.models.files.checkpoint import some_names
-    from lantern_hpu.results.saved_tokens import of_arrays
+    from lantern_hpu.results.saved_tokens import read_saved_tokens
 
     held = held_arrays(path)
     fitting = {name: fit for name in held if (fit := picture_rows(held[name], config)) is not None}
     if "tokens" in held:
-        return of_arrays(held | {"tokens": fitting.get("tokens", held["tokens"])}, path)
+        return read_saved_tokens(path, held | {"tokens": fitting.get("tokens", held["tokens"])})
     if len(held) == 1 or len(fitting) == 1:
-        return of_arrays({"tokens": next(iter((fitting or held).values()))}, path)
+        return read_saved_tokens(path, {"tokens": next(iter((fitting or held).values()))})
     rows, columns = config.grid
     found = some_names(f"{name} {list(array.shape)}" for name, array in held.items())
     why = f"expected one array of {config.tokens} or {rows} x {columns} codes a picture"

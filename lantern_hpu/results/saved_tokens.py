@@ -71,13 +71,13 @@ def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
         raise OptionError(f"cannot read tokens from {path}", str(error) or repr(error)) from error
 
 
-def read_saved_tokens(path: Path) -> SavedTokens:
-    """A .npz with `tokens` [images, N], `prompts` and `metadata` if it has them; or a .npy of tokens alone."""
-    return of_arrays(read_arrays(path), path)
+def read_saved_tokens(path: Path, held: Mapping[str, NDArray[Any]] | None = None) -> SavedTokens:
+    """A .npz with `tokens` [images, N], `prompts` and `metadata` if it has them; or a .npy of tokens alone.
 
-
-def of_arrays(held: Mapping[str, NDArray[Any]], path: Path) -> SavedTokens:
-    """The same from the arrays of a file."""
+    Args:
+        held: its arrays, if they were read.
+    """
+    held = read_arrays(path) if held is None else held
     try:
         tokens = np.atleast_2d(held["tokens"])
         prompts = [str(text) for text in held.get("prompts", [""] * len(tokens))]

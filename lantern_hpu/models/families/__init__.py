@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lantern_hpu.errors import WeightsError, shell
+from lantern_hpu.files import some_names
 from lantern_hpu.models.families import llamagen
 from lantern_hpu.models.families.base import Family, Files
 from lantern_hpu.models.families.chameleon import CHAMELEON
@@ -12,7 +13,6 @@ from lantern_hpu.models.families.janus import JANUS
 from lantern_hpu.models.families.lumina import LUMINA, LUMINA2
 from lantern_hpu.models.families.mammothmoda2 import MAMMOTHMODA2
 from lantern_hpu.models.families.simplear import SIMPLEAR
-from lantern_hpu.models.files.checkpoint import some_names
 
 # In this order: Lumina-mGPT has Chameleon's tensors
 FAMILIES: tuple[Family, ...] = (

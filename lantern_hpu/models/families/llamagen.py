@@ -14,9 +14,10 @@ from typing import Any
 
 from lantern_hpu.core import Sampling
 from lantern_hpu.errors import WeightsError
+from lantern_hpu.files import some_names
 from lantern_hpu.models.config import ConditionConfig, TransformerConfig
 from lantern_hpu.models.families.base import Family, Files, agreed_size, llama_block, square
-from lantern_hpu.models.files.checkpoint import Checkpoint, Recipe, Source, some_names
+from lantern_hpu.models.files.checkpoint import Checkpoint, Recipe, Source
 from lantern_hpu.models.files.names import CODE_PIXELS
 
 CAPTION_SLOTS = 120

@@ -10,7 +10,7 @@ import argparse
 import hashlib
 import pickle
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lantern_hpu.errors import WeightsError
-from lantern_hpu.files import check_content, check_regular
+from lantern_hpu.files import check_content, check_regular, some_names
 from lantern_hpu.models.files.names import (
     GGUF,
     PICKLES,
@@ -59,7 +59,6 @@ FLOATS = (
     *(torch.float8_e4m3fn, torch.float8_e5m2),
 )
 Rules = Sequence[tuple[str, str]]  # what to find in names, and what replaces it
-SHOWN = 8  # names listed of each kind of mistake before "and n more"
 
 
 @dataclass
@@ -280,13 +279,6 @@ def load_pickle(path: Path) -> Any:
         raise WeightsError(f"cannot read {path}", broken, hint) from error
     except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
         raise WeightsError(f"cannot read {path}", broken, hint) from error
-
-
-def some_names(names: Iterable[str]) -> str:
-    """Some names, and how many more there are."""
-    every = list(names)
-    more = f" and {len(every) - SHOWN} more" if len(every) > SHOWN else ""
-    return ", ".join(every[:SHOWN]) + more
 
 
 @dataclass(frozen=True)
