@@ -26,6 +26,7 @@ from torch import Tensor
 from lantern_hpu.backends import BACKENDS
 from lantern_hpu.backends.candidates import Candidate
 from lantern_hpu.backends.cuda.backend import CUDABackend
+from lantern_hpu.backends.cuda.forms import CUBLAS, Card, Forms, install
 from lantern_hpu.backends.cuda.kernels import checks, triton_candidates, triton_kernels
 from lantern_hpu.backends.cuda.kernels.programs import FORMS
 from lantern_hpu.decode.accept import Acceptance, Verdict
@@ -732,6 +733,32 @@ def test_step_with_kernels_draws_what_the_plain_step_draws(device: str) -> None:
     for name in ("tokens", "count", "accepted", "relaxed"):
         assert torch.equal(getattr(drawn[0], name), getattr(drawn[1], name))
     assert bool((drawn[0].count > 2).any())  # some drafts were accepted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bias", [False, True])
+@on_devices
+def test_target_with_forms_of_products_is_the_plain_one(device: str, bias: bool) -> None:
+    """All four products of each block in a form of their own, or some, over few rows and over more."""
+    config = tiny_config(qkv_bias=bias)
+    weights, random = tiny_models(config)[0].state_dict(), Random(7, device)
+    for rows, tokens in ((2, 3), (2, 6)):
+        x = random.normal(rows, tokens, config.dim)
+        rope = rope_table(config, 20)[:tokens].to(device).expand(rows, -1, -1, -1)
+        seen = torch.ones(rows, tokens, tokens, dtype=torch.bool, device=device).tril()
+        outcomes = []
+        for own in ((), ("qkv", "down"), ("out", "gate_up"), ("qkv", "out", "gate_up", "down")):
+            target = Target(config, kernels()).to(device).eval()
+            target.load_state_dict(weights)
+            made = Forms(kernels(), Card(), lambda name, why: None)
+            made.choose = lambda asked, own=own: (  # type: ignore[method-assign, misc]
+                asked.offered[0] if asked.name in own else CUBLAS
+            )
+            install([target], made)
+            with torch.no_grad():
+                outcomes.append(target(x, rope, additive_mask(seen, x.dtype)))
+        for got in outcomes[1:]:
+            torch.testing.assert_close(got, outcomes[0], rtol=1e-4, atol=1e-5)
 
 
 @on_devices

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from lantern_hpu.backends.cuda.forms import CUBLAS, Card, Forms, install
 from lantern_hpu.models.files.names import PartOverrides
+from lantern_hpu.models.transformer import Drafter
 from lantern_hpu.plan.requirements import find_model
 from scripts.measure.launches import Launches, count_step, engine_of, model_config
 
@@ -65,3 +67,21 @@ def test_own_kernel_counts_as_what_it_launches() -> None:
 
     assert attend(64) == {"attention_kernel": 1}
     assert attend(4096) == {"attention_kernel": 1, "combine_kernel": 1}
+
+
+# With each product of a block in a form of its own: qkv, attention, out, gate_up and down are a layer's five
+FORMED = {"ar": (101, 241), "scd@16": (140, 280), "eagle@chain": (306, 447)}
+
+
+@pytest.mark.parametrize("method", FORMED)
+def test_layer_whose_products_have_forms_launches_five_kernels(method: str) -> None:
+    small, large = find_model("builtin", PartOverrides()).config, model_config(None)
+    for config, limit in zip((small, large), FORMED[method], strict=True):
+        engine = engine_of(config, method)
+        made = Forms(engine.target.kernels, Card(), lambda name, why: None)
+        made.choose = lambda asked: (asked.offered or [CUBLAS])[0]  # type: ignore[method-assign]
+        drafters = [m for m in engine.step_function.modules() if isinstance(m, Drafter)]
+        install([engine.target, *drafters], made)
+        found = count_step(engine)
+        assert found.total() <= limit, found
+        assert found["product_kernel"] >= 4 * config.target.layers
