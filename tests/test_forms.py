@@ -131,6 +131,14 @@ def test_a_form_that_is_wrong_or_cannot_be_built_is_dropped(how: str, why: str) 
     assert form == CUBLAS and line.count(why) == len(few)
 
 
+def test_where_cublas_cannot_be_timed_it_serves_and_nothing_is_kept() -> None:
+    card = Card()
+    card.spoiled = {CUBLAS: "graph"}
+    form, line = chosen(card)
+    assert form == CUBLAS and "nothing was timed: RuntimeError: operation not permitted" in line
+    assert not kept()
+
+
 def test_a_slower_form_is_dropped_and_a_tie_goes_to_cublas() -> None:
     for rows, us in ((2, 7.0), (3, 6.0), (4, 5.95)):
         form, line = chosen(Card(multiply_add=us), rows)
@@ -264,6 +272,8 @@ def test_what_no_form_fits_is_left_alone() -> None:
     laid_out(card, [SimpleNamespace(layers=plain)], graphs="compile")
     laid_out(card, [SimpleNamespace(layers=plain)], product=False)  # as with plain kernels
     assert all(block.fused is None for block in (*behind, *quantized, *plain))
+    others = torch.nn.ModuleList([torch.nn.Linear(2, 2)])  # of a text encoder, say
+    laid_out(card, [SimpleNamespace(layers=others), SimpleNamespace(block=others)])
 
 
 def test_forms_serve_few_rows_and_no_gradients() -> None:

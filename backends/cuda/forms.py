@@ -165,6 +165,8 @@ class Forms:
                 form, why = self.kept(asked)
         except LanternError as error:
             form, why = CUBLAS, f"no choice is kept: {error.reason}"
+        except RuntimeError as error:  # of the driver, while cuBLAS was timed
+            form, why = CUBLAS, f"nothing was timed: {checks.error_line(error)}"
         self.note(str(asked), f"{form}: {why}")
         return form
 
@@ -308,13 +310,16 @@ def install(modules: Sequence[nn.Module], forms: Forms) -> None:
     for module in modules:
         block = getattr(module, "block", None)
         blocks: list[Any] = [*getattr(module, "layers", ()), *([] if block is None else [block])]
-        fused = BlockForms(blocks, forms) if all(map(fits, blocks)) else None
-        for block in blocks:
-            block.fused = fused
+        if all(map(fits, blocks)):
+            fused = BlockForms(blocks, forms)
+            for block in blocks:
+                block.fused = fused
 
 
 def fits(block: Any) -> bool:
-    """Whether its products are matrices in one piece, not quantized, with nothing behind them."""
+    """Whether it is one of ours, its products matrices in one piece, not quantized, with nothing behind them."""
+    if not hasattr(block, "fused"):
+        return False
     norms = (block.attention_post_norm, block.ffn_post_norm)
     weights = [getattr(part.linear, "weight", None) for part in products_of(block).values()]
     plain = all(type(w) is nn.Parameter and w.is_contiguous() for w in weights)
