@@ -72,7 +72,7 @@ BACKENDS = {
         visible="CUDA_VISIBLE_DEVICES",
         kernels=(
             *("attention", "attend", "rms_norm", "add_norm", "rotate", "swiglu", "rotate_into"),
-            *("probs", "sample", "sample_distinct", "walk", "traverse", "product"),
+            *("place", "probs", "sample", "sample_distinct", "walk", "traverse", "product"),
         ),
     ),
     "cpu": Device("lantern_hpu.backends.cpu.backend:CPUBackend"),

@@ -45,6 +45,7 @@ from lantern_hpu.ops.kernels import (
     Walk,
     add_norm,
     attend,
+    place,
     product,
     rotate_into,
 )
@@ -75,7 +76,7 @@ DEVICES = [
         ],
     ),
 ]
-MODULES = ("attention", "distinct", "norm_rope", "probs", "products", "swiglu", "walk")
+MODULES = ("attention", "distinct", "norm_rope", "positions", "probs", "products", "swiglu", "walk")
 
 
 @cache
@@ -703,6 +704,27 @@ def test_a_row_of_a_product_does_not_depend_on_its_company(device: str) -> None:
         fewest = FORMS[form].rows[0]
         part = triton_product()(x[most - fewest :], *rest, form)
         assert torch.equal(whole[most - fewest :], part)
+@pytest.mark.parametrize("images", [1, 3])
+@on_devices
+def test_place(device: str, images: int) -> None:
+    """With guidance and without, pads that count or do not, one table for all images or one for each."""
+    random, slots, tokens, width = Random(9, device), 50, 5, 3
+    slot = torch.arange(slots, dtype=torch.int32, device=device)
+    start = random.whole(slots - tokens, images).int()
+    start[0] = 0  # an image without a prefix
+    alone = random.whole(2, images, tokens, width).bool()
+    for rows in (images, 2 * images):
+        angles, pads = random.normal(60, 2, 7), random.whole(9, rows).int()
+        valid = random.uniform(rows, slots) < 0.7
+        valid[0] = False  # an empty slot
+        for table in (alone, alone[:1].expand(images, -1, -1)):
+            for dtype in (torch.float32, torch.float16):
+                offset = slot[3:4].expand(images, tokens) if rows == images else alone[..., 0].int()
+                what = (start, offset, slot[2 : 2 + tokens], table)
+                for seen, counted in ((valid, pads), (None, None)):
+                    given = (*what, seen, counted, angles, slot, slot[:rows] * slots, dtype)
+                    for got, want in zip(kernels().place(*given), place(*given), strict=True):
+                        assert torch.equal(got, want) and got.dtype == want.dtype
 
 
 # ----------------------------------------------------------------------------------------- together

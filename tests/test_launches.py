@@ -18,10 +18,10 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")
 
 # Of the embedded model, of 8 layers, and of its widening to 36; one image
 MOST = {
-    "ar": (125, 349),
-    "scd@16": (161, 385),
-    "eagle@chain": (352, 577),
-    "eagle@mc_sim_7b_63": (389, 615),
+    "ar": (103, 327),
+    "scd@16": (139, 363),
+    "eagle@chain": (222, 447),
+    "eagle@mc_sim_7b_63": (259, 485),
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.transformer import Rotary, Target
 from lantern_hpu.ops.buffers import Choice, arange32, causal_mask, constant
 from lantern_hpu.ops.grammar import RowEnds
+from lantern_hpu.ops.kernels import Placed, place
 from lantern_hpu.ops.sampling import SamplingParams, gather, gather_rows, topk_tokens
 from lantern_hpu.tree import DraftTree, DynamicTree, Tree
 
@@ -168,9 +169,11 @@ class DynamicTables(nn.Module):
 class Positions(nn.Module):
     """Cache positions, rotary angles and masks, as constants on the device."""
 
-    def __init__(self, config: TransformerConfig, spec: Spec) -> None:
+    def __init__(
+        self, config: TransformerConfig, spec: Spec, place: Callable[..., Placed] = place
+    ) -> None:
         super().__init__()
-        tree = spec.tree
+        tree, self.place_in_rows = spec.tree, place
         size = capacity(config, tree)
         self.images, self.guidance = spec.images, spec.guidance
         self.prefix, self.size, self.nodes, self.depth = config.prefix, size, tree.size, tree.depth
@@ -180,6 +183,7 @@ class Positions(nn.Module):
         self.positions = constant(arange32(size))  # [S]
         self.row_start = constant(arange32(spec.rows) * size)  # [R]
         self.causal = constant(causal_mask(width))
+        self.no_angles = constant(torch.zeros(size, 2, 1))  # [S, 2, 1]
         self.arange = constant(arange32(max(width, tree.size, tree.max_children)))
 
     def per_row(self, x: Tensor) -> Tensor:
@@ -194,9 +198,30 @@ class Positions(nn.Module):
         """Cosines and sines at cache positions [R, T]: [R, T, 2, hd / 2]."""
         return self.rotary(position, state.pads).to(state.dtype)
 
-    def cache_index(self, start: Tensor, width: int) -> Tensor:
-        """Storage indices of `width` positions from start [R]: [R * width]."""
-        return (self.row_start + start)[:, None].add(self.arange[:width]).flatten()
+    def place(
+        self,
+        start: Tensor,
+        offset: Tensor,
+        column: Tensor,
+        table: Tensor,
+        state: DecodeState,
+        valid: Tensor | None,
+    ) -> Placed:
+        """Where T new tokens are behind `start` [B] committed positions; see `ops.kernels.place`.
+
+        `offset` is [T] or [B, T], `table` [T, X] or [B, T, X].
+        """
+        images, rotary = len(start), self.rotary
+        offset = offset if offset.dim() == 2 else offset.expand(images, -1)
+        table = table if table.dim() == 3 else table.expand(images, -1, -1)
+        pads = state.pads if rotary.rule == "1d" else None
+        several = rotary.rule == "mrope"  # of several axes: their angles are in no one table
+        angles = self.no_angles if several else rotary.table
+        what = (start, offset, column, table, valid, pads, angles, self.positions, self.row_start)
+        rope, mask, index = self.place_in_rows(*what, state.dtype)
+        if several:
+            rope = self.rope(self.per_row(start[:, None] + offset), state)
+        return rope, mask, index
 
     def entry_index(self, rows: Tensor, width: int) -> Tensor:
         """Storage indices of the first `width` positions of some rows [RA]: [RA * width]."""
@@ -238,18 +263,6 @@ class Positions(nn.Module):
         start, rows = self.row_start[:, None], len(self.row_start)
         goal, source = start + self.per_row(moves.goal), start + self.per_row(moves.source)
         return torch.cat([goal, index.unflatten(0, (rows, -1))], 1).flatten(), source.flatten()
-
-    def mask(self, start: Tensor, table: Tensor) -> Tensor:
-        """What queries behind `start` [R] committed positions attend to [R, T, S] bool: those, and each other by table.
-
-        The table is [T, X] bool, or one a row [R, T, X]; column x is position start + x.
-        """
-        offset = self.positions - start[:, None]  # [R, S]
-        inside = (offset >= 0) & (offset < table.shape[-1])
-        column = offset.clamp(0, table.shape[-1] - 1)
-        table = table.expand(len(start), -1, -1)
-        local = gather(table, 2, column[:, None].expand(-1, table.shape[1], -1))
-        return (offset < 0)[:, None] | (local & inside[:, None])
 
 
 # ---------------------------------------------------------------------------------------- sampling

@@ -95,9 +95,9 @@ class ScheduledStep(Step):
         return self.drafting.final
 
     def inputs(self, state: DecodeState) -> tuple[Tensor, Tensor]:
-        """This step's uniforms [B, draws], and how many positions of each row are in the cache [R]."""
+        """This step's uniforms [B, draws], and how many positions of each image are in the cache [B]."""
         uniform, length = super().inputs(state)
-        return uniform, length - self.positions.per_row(self.drafting.lag(state))
+        return uniform, length - self.drafting.lag(state)
 
     def accept(
         self, hidden: Tensor, drafts: Drafts, uniform: Tensor, state: DecodeState

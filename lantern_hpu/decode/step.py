@@ -107,7 +107,8 @@ class Step(nn.Module):
         """Without a drafting the root is the whole tree; for neighbours and codes see `Acceptance`."""
         super().__init__()
         self.target, self.drafting, self.spec = target, drafting, spec
-        self.positions, self.sampler = Positions(target.config, spec), Sampler(target, spec)
+        self.positions = Positions(target.config, spec, target.kernels.place)
+        self.sampler = Sampler(target, spec)
         tree, config = spec.tree, target.config
         self.prefix, self.tokens, self.depth = config.prefix, config.tokens, tree.depth
         self.acceptance: Acceptance | None = None
@@ -139,10 +140,10 @@ class Step(nn.Module):
         yield "commit", self.commit(hidden, drafts, accepted, state)
 
     def inputs(self, state: DecodeState) -> tuple[Tensor, Tensor]:
-        """This step's uniforms [B, draws], and how many positions of each row are committed [R]."""
+        """This step's uniforms [B, draws], and how many positions of each image are committed [B]."""
         uniform = state.uniforms.index_select(0, state.cursor)[0]
         state.cursor.add_(1)
-        return uniform, self.positions.per_row(state.count) + self.prefix
+        return uniform, state.count + self.prefix
 
     def draft(
         self, length: Tensor, uniform: Tensor, state: DecodeState
@@ -155,16 +156,16 @@ class Step(nn.Module):
 
     def verify(self, drafts: Drafts, length: Tensor, state: DecodeState) -> Tensor:
         """The target over the whole tree in one pass: features [R, M, F]."""
-        per_row, tables = self.positions.per_row, drafts.tables
-        rope = self.positions.rope(length[:, None] + per_row(tables.depth), state)
-        mask = self.positions.mask(length, per_row(tables.ancestors)) & state.valid[:, None]
-        index, source = self.positions.cache_index(length, drafts.tokens.shape[1]), None
+        per_row, tables, valid = self.positions.per_row, drafts.tables, state.valid
+        if self.target.decoder is not None:  # it leaves out rows that attend to nothing
+            valid = valid & per_row(length < self.prefix + self.tokens - 1)[:, None]
+        column = self.positions.arange[: drafts.tokens.shape[1]]
+        what = (length, tables.depth, column, tables.ancestors, state, valid)
+        rope, mask, index = self.positions.place(*what)
+        source = None
         if state.moves is not None:
             index, source = self.positions.with_moves(index, state.moves)
-        if self.target.decoder is not None:  # it leaves out rows that attend to nothing
-            mask = mask & (length < self.prefix + self.tokens - 1)[:, None, None]
         x = self.target.embed(per_row(drafts.tokens))
-        mask = additive_mask(mask, x.dtype)
         return self.target(x, rope, mask, state.kv_cache, index, source, self.aux_layers)
 
     def accept(

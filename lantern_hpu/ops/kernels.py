@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lantern_hpu.ops import sampling
+from lantern_hpu.ops.buffers import additive_mask
 from lantern_hpu.ops.sampling import SamplingParams
 
 
@@ -111,6 +112,50 @@ def attend(
     q, shape = rotate_into(q, k, v, rope, interleaved, write), (len(q), -1)
     keys, values = (x.unflatten(0, shape).transpose(1, 2) for x in write[:2])
     return attention(q.transpose(1, 2), keys, values, mask)
+
+
+# Where the new tokens of a pass are: rope [R, T, 2, hd / 2], additive mask [R, 1, T, S], cache index [R * T] int32
+Placed = tuple[Tensor, Tensor, Tensor]
+
+
+def place(
+    start: Tensor,
+    offset: Tensor,
+    column: Tensor,
+    table: Tensor,
+    valid: Tensor | None,
+    pads: Tensor | None,
+    angles: Tensor,
+    slot: Tensor,
+    row_start: Tensor,
+    dtype: torch.dtype,
+) -> Placed:
+    """Where T new tokens of each image are; they attend to all positions before `start`, and to others by a table.
+
+    Args:
+        start: [B] int32. row_start: [R] int32, where rows begin in the cache; R = 2 B with guidance.
+        offset: [B, T] int32, how far behind `start` their rotary positions are. column: [T] int32, those in the cache.
+        table: [B, T, X] bool, which of the positions from `start` on they attend to.
+        valid: [R, S] bool, positions that may be attended to; None: all. slot: [S] int32, 0, 1, ...
+        pads: [R] int32, positions that do not count for the angles; None: all count.
+        angles: [positions, 2, hd / 2] float32. dtype: of angles and mask.
+    """
+
+    def per_row(x: Tensor) -> Tensor:
+        return torch.cat([x, x]) if len(row_start) > len(start) else x
+
+    begin = per_row(start)[:, None]  # [R, 1]
+    position = begin + per_row(offset)  # [R, T]
+    if pads is not None:
+        position = (position - pads[:, None]).clamp(min=0)
+    behind, width = slot - begin, table.shape[-1]  # [R, S]
+    inside = (behind >= 0) & (behind < width)
+    where = behind.clamp(0, width - 1)[:, None].expand(-1, table.shape[1], -1)
+    local = sampling.gather(per_row(table), 2, where)
+    mask = (behind < 0)[:, None] | (local & inside[:, None])
+    mask = mask if valid is None else mask & valid[:, None]
+    index = (row_start[:, None] + begin).add(column).flatten()
+    return angles[position].to(dtype), additive_mask(mask, dtype), index
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -224,6 +269,7 @@ class Kernels:
     swiglu: Callable[[Tensor], Tensor] = swiglu
     rotate_into: RotateInto | None = None
     attend: Attend | None = None  # `rotate_into`, then attention over the whole cache
+    place: Callable[..., Placed] = place
     probs: Callable[[Tensor, SamplingParams, bool, int, bool, bool], Tensor] = sampling.guided_probs
     sample: Callable[[Tensor, Tensor], Tensor] = sampling.sample
     sample_distinct: Callable[[Tensor, Tensor], Tensor] = sampling.sample_distinct

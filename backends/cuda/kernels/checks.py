@@ -23,6 +23,7 @@ TWINS: dict[str, Callable[..., Any]] = {
     "rotate": kernels.rotate,
     "swiglu": kernels.swiglu,
     "rotate_into": kernels.rotate_into,
+    "place": kernels.place,
     "probs": sampling.guided_probs,
     "sample": sampling.sample,
     "sample_distinct": sampling.sample_distinct,
@@ -89,6 +90,9 @@ def kernel_examples(device: torch.device, dtype: torch.dtype) -> dict[str, list[
         x, weight = some(rows, width), some(10, width) * width**-0.5
         return x, weight, None, some(width), some(rows, 5), 1e-5, True, form
 
+    slot, unpadded = torch.arange(24).int(), torch.rand(4, 24, generator=generator) < 0.8
+    tree = torch.ones(3, 3).tril().bool().expand(2, -1, -1)
+    begun = slot[[5, 21]], slot[None, :3].expand(2, -1), slot[1:4], tree
     calls: dict[str, list[tuple[Any, ...]]] = {
         "attention": [looks(40), looks(600), looks(260, 58, 128)],
         "attend": [
@@ -105,6 +109,10 @@ def kernel_examples(device: torch.device, dtype: torch.dtype) -> dict[str, list[
                 for pairs in (True, False)
             ),
             (*wide.split([4, 2, 2], 2), rope, True, CacheWrite(*kept[:2], more, source)),
+        ],
+        "place": [
+            (*begun, valid, pads, some(30, 2, 16).float(), slot, (slot[:4] * 24)[:rows], dtype)
+            for rows, valid, pads in ((4, unpadded, slot[:4]), (2, None, None))
         ],
         "probs": [
             (some(4, 3, 1000), params, True, 50, False),

@@ -47,7 +47,7 @@ class Drafting(nn.Module, ABC):
     ) -> Iterator[tuple[str, Any]]:
         """The stages by name, and what each made; the last makes the `Drafts`.
 
-        `length` [R] is of committed positions, `uniform` [B, draws] this step's.
+        `length` [B] is of committed positions, `uniform` [B, draws] this step's.
         """
 
     @abstractmethod

@@ -43,11 +43,11 @@ class EagleDrafting(Drafting):
     def __init__(self, target: Target, drafter: Drafter, spec: Spec) -> None:
         super().__init__()
         self.config, self.drafter, self.spec = target.config, drafter, spec
-        self.positions = Positions(target.config, spec)
+        self.positions = Positions(target.config, spec, target.kernels.place)
         self.sampler = Sampler(target, spec)
         self.width = spec.tree.depth + 1
         self.aux_layers = drafter.aux_layers
-        self.writes_often = target.kernels.attend is not None
+        self.writes_often = drafter.block.attention.kernels.attend is not None
 
     def allocate(
         self, dtype: torch.dtype, device: torch.device, by_head: bool = False
@@ -99,31 +99,31 @@ class EagleDrafting(Drafting):
         self,
         tokens: Tensor,  # [B, T]
         features: Tensor,  # [R, T, F], or guesses [R, T, H]
-        position: Tensor,  # [R, T] that the guess is used at
-        mask: Tensor,  # [R, T, S]
+        start: Tensor,  # [B] committed positions
+        offset: Tensor,  # [T], how far behind those the guess is used
+        column: Tensor,  # [T], its position in the cache
+        table: Tensor,  # [T, X] or [B, T, X], what of the positions from there on it attends to
         cache: LayerCache,
-        index: Tensor,  # [R * T] of the cache
         state: DecodeState,
     ) -> Tensor:
         """One pass of the drafter: guessed features [R, T, H]."""
-        if not self.drafter.sees_pads:
-            mask = mask & state.valid[:, None]
-        rope, rows = self.positions.rope(position, state), self.positions.per_row(tokens)
-        return self.drafter(rows, features, rope, additive_mask(mask, features.dtype), cache, index)
+        valid = None if self.drafter.sees_pads else state.valid
+        rope, mask, index = self.positions.place(start, offset, column, table, state, valid)
+        return self.drafter(self.positions.per_row(tokens), features, rope, mask, cache, index)
 
     def catch_up(self, length: Tensor, state: DecodeState) -> Tensor:
         """Add the pairs of the last step; entries past the real ones are overwritten. -> [R, 1, H]"""
         kept: EagleState = state.drafting
-        pending = self.positions.per_row(kept.pending_count)  # [R]
-        start = length - pending
-        position = start[:, None] + 1 + self.positions.arange[: self.width]
-        mask = self.positions.mask(start, self.positions.causal[: self.width, : self.width])
-        index = self.positions.cache_index(start, self.width)
-        cache = kept.kv_cache.layers[0]
-        guess = self.run(
-            kept.pending_tokens, kept.pending_features, position, mask, cache, index, state
-        )
-        return gather_rows(guess, (pending - 1)[:, None])
+        order, width = self.positions.positions, self.width
+        where = (order[1 : width + 1], order[:width], self.positions.causal[:width, :width])
+        start, cache = length - kept.pending_count, kept.kv_cache.layers[0]
+        pairs = (kept.pending_tokens, kept.pending_features)
+        guess = self.run(*pairs, start, *where, cache, state)
+        return gather_rows(guess, self.positions.per_row(kept.pending_count - 1)[:, None])
+
+    def ahead(self, depth: int, width: int) -> Tensor:
+        """Offsets [w] of the guesses for one depth."""
+        return self.positions.positions[depth : depth + 1].expand(width)
 
     def scratch(self, state: DecodeState) -> LayerCache:
         """What the passes over this step's drafts write; the next step writes what was accepted of them.
@@ -189,10 +189,9 @@ class DynamicDrafting(EagleDrafting):
             guess = gather_rows(guess, self.positions.per_row(origin))
             before, frontier = frontier, gather(new, 1, place)  # [B, k] tokens
             read = frontier if self.drafter.shift else gather(before, 1, origin)
-            position = (length + level + 1)[:, None].expand(-1, k)
-            index = self.positions.cache_index(length + level * k, k)
-            full = self.positions.mask(length, self.positions.per_row(mask))
-            guess = self.run(read, guess, position, full, cache, index, state)  # [R, k, H]
+            column = self.positions.positions[level * k : level * k + k]
+            where = (length, self.ahead(level + 1, k), column, mask)
+            guess = self.run(read, guess, *where, cache, state)  # [R, k, H]
             parent = place + first  # numbers of the frontier, plus 1
             first = first + new.shape[1]
             probs = self.sampler(guess, state, level + 1)  # [B, k, V]
@@ -262,12 +261,11 @@ class StaticDrafting(EagleDrafting):
             probs.append(q)
             tokens.append(drafts)
             if level.grown:
-                position = (length + level.depth + 1)[:, None].expand(-1, level.grown)
-                index = (self.positions.row_start + length)[:, None] + level.scratch
-                mask = self.positions.mask(length, level.mask)
+                ahead = self.ahead(level.depth + 1, level.grown)
                 above, frontier = frontier, level.expand(drafts)
                 read = frontier if self.drafter.shift else level.parent(above)
                 source = level.parent(guess)
-                guess = self.run(read, source, position, mask, cache, index.flatten(), state)
+                where = (length, ahead, level.scratch, level.mask)
+                guess = self.run(read, source, *where, cache, state)
         found = torch.cat(tokens, 1)  # [B, M]
         yield "draft", Drafts(found, torch.cat(probs, 1), self.tables(len(found)))
