@@ -16,6 +16,7 @@ import pytest
 
 from lantern_hpu.backends import ACCELERATOR, DraftingDefaults, get_backend
 from lantern_hpu.backends.cpu import native
+from lantern_hpu.backends.cuda.backend import CUDABackend
 from lantern_hpu.commands.options import add_fields, from_args, given_fields
 from lantern_hpu.core import Request, Sampling
 from lantern_hpu.errors import OptionError
@@ -139,7 +140,7 @@ def test_relaxation_is_active_only_if_it_can_change_anything() -> None:
 
 HERE = ResolveContext(codes=2000, tokens=256, has_drafter=True)
 # Of a card where windows are faster, and of a processor for a small model and a large one
-WINDOWED = DraftingDefaults("scd")
+WINDOWED = DraftingDefaults("scd", tree="chain")
 SMALL = DraftingDefaults("ar", 2, idle_arithmetic=False)
 LARGE = DraftingDefaults("scd", 5, idle_arithmetic=False)
 
@@ -291,6 +292,18 @@ def test_processors_have_small_trees() -> None:
     assert resolved("sjd-pac:lambda-5", measured)[1] == "sjd-pac:3:2x1"
     assert resolved("eagle", measured)[1] == "chain_2"
     assert resolved("scd", replace(measured, defaults=ACCELERATOR))[1] == "scd:16"
+
+
+def test_cuda_drafts_as_was_measured_fastest_on_a_card() -> None:
+    """Windows of 16 where nothing was tuned, and a chain where a drafter is asked for; other devices keep the large
+    tree."""
+    assert CUDABackend().drafting_defaults(10**9) == WINDOWED
+    here = replace(HERE, defaults=WINDOWED)
+    assert resolved("auto", here)[:2] == ("scd", "scd:16")
+    assert resolved("eagle", here)[1] == resolved("lantern++", here)[1] == "chain"
+    assert resolved("eagle2", here)[1] == resolved("eagle2")[1] != "chain"
+    assert resolved("eagle@broad_7", here)[1] == "broad_7"
+    assert resolved("eagle")[1] == resolved("lantern++")[1] == "naive_extend_57"
 
 
 SIZE = "fastest here for a model of this size"

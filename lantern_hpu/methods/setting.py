@@ -598,7 +598,8 @@ def default_tree(method: Method, context: ResolveContext) -> Tree:
     """The tree of a method where none is named."""
     defaults = context.defaults
     if defaults.idle_arithmetic:
-        return method.default_tree
+        named = defaults.tree is not None and method.tree == "static"
+        return load_tree(str(defaults.tree)) if named else method.default_tree
     measured = load_tree(context.fastest[1]) if context.fastest and context.fastest[1] else None
     return method.small_tree(measured.depth if isinstance(measured, Window) else defaults.window)
 
