@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from lantern_hpu.backends.cuda.forms import CUBLAS, Card, Forms, install
+from lantern_hpu.bench.measure import Rates, StepPasses, launches, projected
 from lantern_hpu.models.files.names import PartOverrides
 from lantern_hpu.models.transformer import Drafter
-from lantern_hpu.plan.requirements import find_model
+from lantern_hpu.plan.requirements import accelerators, find_model
 from scripts.measure.launches import Launches, count_step, engine_of, model_config
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")
@@ -32,6 +33,28 @@ def test_step_launches_no_more_than_this(method: str) -> None:
     for config, limit in most.items():
         found = count_step(engine_of(config, method))
         assert found.total() <= limit, found
+
+
+@pytest.mark.parametrize("method", MOST)
+def test_projection_knows_about_how_many_there_are(method: str) -> None:
+    """So that a plan needs no Triton."""
+    large = model_config(None)
+    engine = engine_of(large, method)
+    about = launches(large.target, StepPasses.of(engine.spec.tree))
+    assert about == pytest.approx(count_step(engine).total(), rel=0.1)
+
+
+def test_projection_is_about_what_was_measured() -> None:
+    """With the launches of the steps that were measured on an H200, which were more."""
+    card, large = accelerators()["h200"], model_config(None)
+    assert card.launch is not None and card.copied is not None
+    measured = {"ar": (529, 1.71), "scd@8": (574, 1.94), "eagle@chain": (801, 2.54)}
+    for method, (count, milliseconds) in measured.items():
+        passes = StepPasses.of(engine_of(large, method).spec.tree)
+        rates = Rates(card.copied, card.rate)
+        fewer = count - launches(large.target, passes)
+        step = projected(large, passes, 2, rates, card.launch) + fewer * card.launch
+        assert 1000 * step == pytest.approx(milliseconds, rel=0.1)
 
 
 def test_what_an_operator_launches() -> None:

@@ -17,7 +17,7 @@ from lantern_hpu.bench.cases import Case, has_long_steps
 from lantern_hpu.bench.columns import PARTS, SpeedRow
 from lantern_hpu.core import Event, ImageRecord, Request, RunStats
 from lantern_hpu.decode.engine import Engine
-from lantern_hpu.models.config import ModelConfig
+from lantern_hpu.models.config import ModelConfig, TransformerConfig
 from lantern_hpu.models.model import EmptyModel
 from lantern_hpu.models.text.prefix import Prefix
 from lantern_hpu.pipeline import LanternPipeline
@@ -135,6 +135,27 @@ def floor(model: ModelConfig, passes: StepPasses, rows: int, rates: Rates) -> Fl
     draft = sum(max(seconds(what, empty.drafting, 1)) for what in passes.draft)
     read, multiply = seconds(passes.verify, empty.body, config.layers)
     return Floor(draft, max(read, multiply), "bandwidth" if read >= multiply else "arithmetic")
+
+
+# Kernels of a captured step on CUDA, in parts; `scripts.measure.launches` counts the whole, and a test compares
+LAYER, LONG_LAYER = 8, 10  # of a layer; of one whose cache is longer than this
+LONG = 512
+PLAIN_STEP, DRAFTED, DRAFT_PASS = 39, 36, 17  # of `ar`; what drafts add; of a pass of the drafter
+
+
+def launches(config: TransformerConfig, passes: StepPasses) -> int:
+    """About how many kernels a step launches on CUDA; not for dynamic trees, whose tables are many more."""
+    positions = config.prefix + config.tokens + passes.verify.tokens
+    layer = LAYER if positions <= LONG else LONG_LAYER
+    drafted = DRAFTED * (passes.verify.tokens > 1) + DRAFT_PASS * len(passes.draft)
+    return config.layers * layer + PLAIN_STEP + drafted
+
+
+def projected(
+    model: ModelConfig, passes: StepPasses, rows: int, rates: Rates, launch: float
+) -> float:
+    """Seconds of a step by its floor and its launches of so many seconds each: a model, not a measurement."""
+    return floor(model, passes, rows, rates).step + launch * launches(model.target, passes)
 
 
 # ------------------------------------------------------------------------------------ rates of a device

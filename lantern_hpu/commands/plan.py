@@ -195,7 +195,7 @@ def serve_report(
 
 def plan_row(name: str, where: str, memory: str | None, options: dict[str, Any]) -> dict[str, Any]:
     """A known model on a device: its memory, and the least time of a step where the device's rates are known."""
-    from lantern_hpu.bench.measure import Rates, StepPasses, floor
+    from lantern_hpu.bench.measure import Rates, StepPasses, floor, projected
     from lantern_hpu.plan.requirements import accelerators, find_device, find_model, setup_of
     from lantern_hpu.tree import DraftTree, Tree
 
@@ -210,6 +210,13 @@ def plan_row(name: str, where: str, memory: str | None, options: dict[str, Any])
         rates = Rates(card.bandwidth, card.rate, setup.bytes, 1 if setup.quantize else None)
         return 1000 * floor(model.config, StepPasses.of(tree), setup.spec.rows, rates).step
 
+    def projected_ms(tree: Tree) -> float | None:
+        if card is None or card.launch is None:
+            return None
+        rates = Rates(card.copied or card.bandwidth, card.rate, setup.bytes)
+        passes = StepPasses.of(tree)
+        return 1000 * projected(model.config, passes, setup.spec.rows, rates, card.launch)
+
     found = facts(model.config, setup, device)
     return {
         "model": name,
@@ -218,6 +225,8 @@ def plan_row(name: str, where: str, memory: str | None, options: dict[str, Any])
         "ar_ms": least_ms(DraftTree.root_only()),
         "tree": setup.spec.tree.name,
         "tree_ms": least_ms(setup.spec.tree),
+        "ar_projected_ms": projected_ms(DraftTree.root_only()),
+        "tree_projected_ms": projected_ms(setup.spec.tree),
         "measured": card and card.measured.get(name),
     }
 
@@ -235,8 +244,11 @@ def plan_table(rows: Sequence[dict[str, Any]]) -> str:
         "auto drafts": lambda row: row["tree"].replace("root", "nothing"),
         "measured steps": lambda row: row["measured"] or "-",
     }
-    found = Table.of(columns, rows)
     first = rows[0]
+    if first["ar_projected_ms"] is not None:
+        columns["ar, projected"] = lambda row: figure(row["ar_projected_ms"])
+        columns["auto, projected"] = lambda row: figure(row["tree_projected_ms"])
+    found = Table.of(columns, rows)
     about = f"Memory is what one run needs; {first['memory_from']}: --memory 24GB says what fits."
     if first["memory"]:
         has = f"{amount(first['memory'])} ({first['memory_from']})"
@@ -247,6 +259,8 @@ def plan_table(rows: Sequence[dict[str, Any]]) -> str:
     else:
         rates = f"{card.bandwidth / 1e12:.3g} TB/s and {card.rate / 1e12:.3g} TFLOPS"
         about += f" Least times of a step are bounds, not timings, from {rates} ({card.source})."
+        if card.launch is not None:
+            about += f" Projected: those of {card.copied:.3g} bytes a second, and {1e6 * card.launch:.3g} us a launch."
         about += " Measured steps: benchmarks/results, and docs/performance.md on them."
     return "\n".join(
         [aligned([found.head, *found.lines]), "", *wrap(about, WIDTH, break_on_hyphens=False)]

@@ -54,6 +54,7 @@ class Accelerator(NamedTuple):
         bandwidth, rate: bytes and operations a second. source: of these figures.
         measured: reports in benchmarks/results by model, whose steps were measured on it.
         large: the fastest lossless setting of LlamaGen-XL's sizes, and its speed against `ar`, of that report.
+        copied: bytes a second that were measured. launch: seconds of a captured kernel besides its bytes, by a fit.
     """
 
     name: str
@@ -65,6 +66,8 @@ class Accelerator(NamedTuple):
     source: str
     measured: dict[str, str] = {}
     large: dict[str, Any] = {}
+    copied: float | None = None
+    launch: float | None = None
 
 
 @cache
