@@ -72,7 +72,16 @@ BACKENDS = {
         visible="CUDA_VISIBLE_DEVICES",
         kernels=(
             *("attention", "attend", "rms_norm", "add_norm", "rotate", "swiglu", "rotate_into"),
-            *("place", "probs", "sample", "sample_distinct", "walk", "traverse", "product"),
+            *(
+                "place",
+                "probs",
+                "sample",
+                "sample_distinct",
+                "walk",
+                "traverse",
+                "product",
+                "commit",
+            ),
         ),
     ),
     "cpu": Device("lantern_hpu.backends.cpu.backend:CPUBackend"),

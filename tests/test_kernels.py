@@ -51,7 +51,7 @@ from lantern_hpu.ops.kernels import (
 )
 from lantern_hpu.ops.kv_cache import KVCache
 from lantern_hpu.ops.sampling import SamplingParams, guided_probs, sample, sample_distinct
-from lantern_hpu.tree import DraftTree
+from lantern_hpu.tree import DraftTree, load_tree
 from tests.marks import mostly_slow
 from tests.tiny import (
     SMALL_TREE,
@@ -76,7 +76,17 @@ DEVICES = [
         ],
     ),
 ]
-MODULES = ("attention", "distinct", "norm_rope", "positions", "probs", "products", "swiglu", "walk")
+MODULES = (
+    "attention",
+    "commit",
+    "distinct",
+    "norm_rope",
+    "positions",
+    "probs",
+    "products",
+    "swiglu",
+    "walk",
+)
 
 
 @cache
@@ -704,6 +714,8 @@ def test_a_row_of_a_product_does_not_depend_on_its_company(device: str) -> None:
         fewest = FORMS[form].rows[0]
         part = triton_product()(x[most - fewest :], *rest, form)
         assert torch.equal(whole[most - fewest :], part)
+
+
 @pytest.mark.parametrize("images", [1, 3])
 @on_devices
 def test_place(device: str, images: int) -> None:
@@ -728,6 +740,36 @@ def test_place(device: str, images: int) -> None:
 
 
 # ----------------------------------------------------------------------------------------- together
+
+
+@pytest.mark.parametrize("healthy", [True, False])
+@pytest.mark.parametrize("name", ["root", "small", "chain_2", "dynamic:2x2x4", "scd:3", "jacobi:3"])
+@on_devices
+def test_commit_leaves_the_state_that_the_plain_one_leaves(
+    device: str, name: str, healthy: bool
+) -> None:
+    """To the end of images that end at different steps, and behind it; with probabilities that are NaN, too."""
+    if device != "cpu":
+        pytest.skip("the tiny engine is the processor's")
+    named = {"root": DraftTree.root_only(), "small": SMALL_TREE}
+    tree = named[name] if name in named else load_tree(name)
+    greedy = name.startswith("jacobi")
+    requests = [request("ab", 1, temperature=0.0 if greedy else 0.5), request("abcd", 2, top_k=12)]
+    states = []
+    for commit in (kernels().commit, None):
+        target, drafter = tiny_models()
+        swapped = Target(target.config, replace(PLAIN, commit=commit)).requires_grad_(False).eval()
+        swapped.load_state_dict(target.state_dict())
+        if not healthy:
+            swapped.head.weight.fill_(torch.nan)
+        engine = make_engine((swapped, drafter), spec_for(tree, requests), "eager")
+        advance(engine, requests, 17)
+        states.append(engine.state)
+    wanted = states[1].tensors()
+    for key, got in states[0].tensors().items():
+        assert torch.equal(got, wanted[key]) or bool(got.isnan().any()), key
+    assert bool((states[1].spoiled > 0).all()) != healthy
+    assert bool((states[1].count == 15).any())
 
 
 @pytest.mark.slow
@@ -870,7 +912,7 @@ def test_kernels_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
             for arguments, _ in examples:
                 getattr(kernels(), name)(*arguments)
     assert set(calls) == set(BACKENDS["cuda"].kernels)
-    assert len(stand_ins) == 11 and all(min(s.sizes) > 0 for s in stand_ins)
+    assert len(stand_ins) == 14 and all(min(s.sizes) > 0 for s in stand_ins)
 
 
 @pytest.mark.slow

@@ -19,10 +19,10 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")
 
 # Of the embedded model, of 8 layers, and of its widening to 36; one image
 MOST = {
-    "ar": (103, 327),
-    "scd@16": (139, 363),
-    "eagle@chain": (222, 447),
-    "eagle@mc_sim_7b_63": (259, 485),
+    "ar": (76, 300),
+    "scd@16": (103, 327),
+    "eagle@chain": (187, 412),
+    "eagle@mc_sim_7b_63": (203, 429),
 }
 
 

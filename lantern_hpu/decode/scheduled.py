@@ -70,7 +70,7 @@ class ScheduledDrafting(WindowDrafting):
         """
         place = (state.count + 1)[:, None] + self.node
         # The last place's distribution serves those behind it
-        row = self.lag(state)[:, None] + torch.minimum(self.node, self.last(state))
+        row = self.lag(state)[:, None] + torch.minimum(self.node, self.last(state.count))
         probs = self.force_row_ends(gather_rows(p, row), place)
         if self.tree.rule == "sjd-pac":
             return self.couple(probs, self.node.expand_as(place), uniform, state), probs
@@ -134,6 +134,7 @@ class ScheduledStep(Step):
     ) -> Tensor:
         """Keep the first C tokens; the next step writes their keys."""
         assert accepted.tokens is not None
+        self.note_spoiled(accepted, state)
         index = (self.first + state.count + 1)[:, None] + self.positions.arange[: self.final]
         news = accepted.tokens[:, : self.final]
         state.tokens.index_copy_(0, index.flatten().long(), news.flatten())

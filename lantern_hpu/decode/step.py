@@ -134,9 +134,6 @@ class Step(nn.Module):
         yield "verify", hidden
         accepted = self.accept(hidden, drafts, uniform[:, draws:], state)
         yield "accept", accepted
-        # A softmax of one NaN is all NaN
-        bad = accepted.probs[..., 0].isnan().any(1)  # [B]
-        state.spoiled.add_(bad & (state.count < self.tokens - 1))
         yield "commit", self.commit(hidden, drafts, accepted, state)
 
     def inputs(self, state: DecodeState) -> tuple[Tensor, Tensor]:
@@ -210,6 +207,33 @@ class Step(nn.Module):
 
         The path's keys and values are moved together by the next step, along with what it writes itself.
         """
+        if state.meter is not None and accepted.spent is not None:
+            self.spend(
+                accepted.spent, gather(drafts.tables.depth, 1, accepted.node[:, None]), state
+            )
+        path, news, added, before = self.keep(drafts, accepted, state)
+        if self.drafting is not None:
+            root, probs = drafts.tokens[:, 0], accepted.probs
+            committed = Committed(hidden, path, news, added, before, root, probs, drafts.uniform)
+            self.drafting.absorb(committed, state)
+        return state.known
+
+    def keep(
+        self, drafts: Drafts, accepted: Accepted, state: DecodeState
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Write and count the new tokens.
+
+        Returns of each image the nodes of the path [B, D + 1] and the tokens behind them [B, D + 1], how many of those
+        are new [B], and how many there were [B], all as `Committed` has them.
+        """
+        if self.target.kernels.commit is not None:
+            kept = [state.tokens, state.count, state.root, state.known, state.steps]
+            kept += [state.accepted, state.relaxed, state.spoiled]
+            kept += [] if state.moves is None else [state.moves.source, state.moves.goal]
+            walked = (accepted.node, accepted.bonus, accepted.relaxed, accepted.probs)
+            tree = (drafts.tables.path, drafts.tables.depth, drafts.tokens)
+            sizes = (self.prefix, self.tokens - 1, self.positions.size)
+            return self.target.kernels.commit(*walked, *tree, kept, *sizes)
         path = rows_at(drafts.tables.path, accepted.node)  # [B, D + 1]
         taken = gather(drafts.tables.depth, 1, accepted.node[:, None])[:, 0]  # [B]
         order = self.positions.arange[: self.depth + 1]  # [D + 1]
@@ -218,18 +242,21 @@ class Step(nn.Module):
         news = torch.where(order < taken[:, None], drafted, accepted.bonus[:, None])  # [B, D + 1]
         index = (self.first + state.count + 1)[:, None] + order
         state.tokens.index_copy_(0, index.flatten().long(), news.flatten())
-        count = (state.count + taken + 1).clamp(max=self.tokens - 1)
-        if self.drafting is not None:
-            if state.moves is not None:
-                source, goal = self.positions.moves(path, state.count, count)
-                state.moves.source.copy_(source)
-                state.moves.goal.copy_(goal)
-            # A finished image adds nothing; one pair keeps its catch-up within its own row.
-            added = (count - state.count).clamp(min=1)
-            committed = Committed(hidden, path, news, added, accepted.probs, drafts.uniform)
-            self.drafting.absorb(committed, state)
+        before = state.count.clone()
+        count = (before + taken + 1).clamp(max=self.tokens - 1)
+        if state.moves is not None:
+            source, goal = self.positions.moves(path, before, count)
+            state.moves.source.copy_(source)
+            state.moves.goal.copy_(goal)
+        self.note_spoiled(accepted, state)
         self.tally(taken, accepted, order, state)
-        return self.end(accepted, count, state)
+        self.end(accepted, count, state)
+        # A finished image adds nothing; one pair keeps its catch-up within its own row.
+        return path, news, (count - before).clamp(min=1), before
+
+    def note_spoiled(self, accepted: Accepted, state: DecodeState) -> None:
+        bad = accepted.probs[..., 0].isnan().any(1)  # [B], as a softmax of one NaN is all NaN
+        state.spoiled.add_(bad & (state.count < self.tokens - 1))
 
     def end(self, accepted: Accepted, count: Tensor, state: DecodeState) -> Tensor:
         """The next step begins after the bonus token. -> [B] tokens known"""
@@ -247,9 +274,13 @@ class Step(nn.Module):
             counted = (depth <= taken[:, None]) & inside
             state.accepted.add_(counted)
             state.relaxed.add_((accepted.relaxed & counted).sum(1, dtype=torch.int32))
-            if state.meter is not None and accepted.spent is not None:
-                tried = (depth <= taken[:, None] + 1) & inside  # the draft that was refused, too
-                spent = accepted.spent * tried
-                state.meter.add(spent)
-                if state.bounds is not None and state.bounds.budget is not None:
-                    state.bounds.budget.sub_(spent.sum(1))
+
+    def spend(self, spent: Tensor, taken: Tensor, state: DecodeState) -> None:
+        """Meter what the drafts that were tried have spent [B, D]; `taken` [B, 1] were accepted."""
+        assert state.meter is not None
+        depth = self.positions.arange[1 : self.depth + 1]
+        tried = (depth <= taken + 1) & (state.count[:, None] + depth <= self.tokens - 1)
+        spent = spent * tried  # of the draft that was refused, too
+        state.meter.add(spent)
+        if state.bounds is not None and state.bounds.budget is not None:
+            state.bounds.budget.sub_(spent.sum(1))

@@ -6,7 +6,7 @@ A backend hands out a `Kernels` with its own forms; each has a plain twin - here
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple, Protocol
 
@@ -252,13 +252,34 @@ class Traverse(Protocol):
         """As `Walk` returns it."""
 
 
+class Commit(Protocol):
+    """`Step.keep` in `decode/step.py`."""
+
+    def __call__(
+        self,
+        node: Tensor,  # [B] int32, where the walk stopped
+        bonus: Tensor,  # [B] int32
+        helped: Tensor,  # [B, D] bool
+        probs: Tensor,  # [B, J, V] float32
+        path: Tensor,  # [B, M, D + 1] int32
+        depth: Tensor,  # [B, M] int32
+        drafts: Tensor,  # [B, M] int32
+        # Of the decode state: tokens, count, root, known, steps, accepted, relaxed, spoiled, and what moves
+        state: Sequence[Tensor],
+        prefix: int,
+        last: int,  # most tokens in the cache
+        size: int,  # positions of a row
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What `Step.keep` returns."""
+
+
 @dataclass(frozen=True)
 class Kernels:
     """What the transformer, the sampler and the acceptance call; the shapes are those of the plain forms.
 
     None stands for a plain form that is made of others: of `rotate_into`, around the device's own `rotate`; of
     `add_norm`, in `models/transformer.py`; of the walks, in `decode/accept.py`;
-    of `product`, in a block's modules.
+    of `product`, in a block's modules; of the commit, in `decode/step.py`.
     """
 
     attention: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = attention
@@ -276,6 +297,7 @@ class Kernels:
     walk: Walk | None = None
     traverse: Traverse | None = None
     product: Product | None = None
+    commit: Commit | None = None
 
     def names(self) -> dict[str, str]:
         """Each kernel and the function that serves it, for reports; those left out (None) are plain too."""

@@ -128,7 +128,7 @@ def topk_tokens(probs: Tensor, count: int, token: Tensor | None = None) -> Tenso
             others = others | (token <= places[-1].masked_fill(differs, -1))
         # At NaN, which equals nothing, it is the last one
         places.append(token.masked_fill(others, len(token) - 1).amin(-1, keepdim=True))
-    return torch.cat(places, -1)
+    return torch.cat(places, -1) if count > 1 else places[0]
 
 
 def apply_guidance(logits: Tensor, params: SamplingParams, guidance: bool) -> Tensor:

@@ -45,6 +45,7 @@ def triton_candidates(device: torch.device, dtype: torch.dtype) -> dict[str, Can
     from lantern_hpu.backends.cuda.kernels import (
         attention,
         checks,
+        commit,
         distinct,
         norm_rope,
         positions,
@@ -69,6 +70,7 @@ def triton_candidates(device: torch.device, dtype: torch.dtype) -> dict[str, Can
         "walk": walk.triton_walk,
         "traverse": walk.triton_traverse,
         "product": products.triton_product,
+        "commit": commit.triton_commit,
     }
     examples, slack = checks.kernel_examples(device, dtype), checks.tolerance(dtype)
     return {

@@ -129,6 +129,8 @@ def kernel_examples(device: torch.device, dtype: torch.dtype) -> dict[str, list[
         }
     for name, (call, results) in worked_walks(device).items():
         judged[name] = [(call, [*results, *tensors(call)])]
+    call, results = worked_commit(device)
+    judged["commit"] = [(call, results)]
     return judged
 
 
@@ -142,6 +144,39 @@ def moved(call: Sequence[Any], device: torch.device) -> tuple[Any, ...]:
         return value.to(device) if isinstance(value, Tensor) else value
 
     return tuple(map(move, call))
+
+
+def worked_commit(device: torch.device) -> Example:
+    """A commit worked out by hand, with the arguments as it leaves them among the results.
+
+    Nodes 1 and 2 hang from the root, node 3 from node 1. The first image accepts 1 and 3; the second one is done.
+    """
+
+    def whole(*rows: Any) -> Tensor:
+        return torch.tensor(rows, dtype=torch.int32, device=device)
+
+    paths = whole([0, 0, 0], [0, 1, 1], [0, 2, 2], [0, 1, 3]).expand(2, -1, -1)
+    depth = whole(0, 1, 1, 2).expand(2, -1)
+    walked = whole(3, 0), whole(9, 8), whole([1, 0], [1, 1]).bool()
+    given = (
+        *walked,
+        torch.ones(2, 4, 5, device=device),
+        paths,
+        depth,
+        whole([4, 5, 6, 7], [1, 2, 3, 4]),
+    )
+    none = whole([0, 0], [0, 0])
+    state = (
+        *(whole(*[0] * 18), whole(1, 5), whole(4, 1), whole(2, 6), whole(3, 3), none),
+        *(whole(0, 0), whole(0, 0), none.clone(), none.clone()),
+    )
+    after = (
+        *(whole(0, 0, 5, 7, 9, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 8, 8, 8), whole(4, 5), whole(9, 8)),
+        *(whole(5, 6), whole(4, 3), whole([1, 1], [0, 0]), whole(1, 0), whole(0, 0)),
+        *(whole([4, 6], [11, 12]), whole([4, 5], [11, 12])),
+    )
+    made = whole([0, 1, 3], [0, 0, 0]), whole([5, 7, 9], [8, 8, 8]), whole(3, 1), whole(1, 5)
+    return (*given, state, 2, 5, 16), [*made, *given, *after]
 
 
 def worked_walks(device: torch.device) -> dict[str, Example]:

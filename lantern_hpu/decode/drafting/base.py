@@ -21,6 +21,8 @@ class Committed:
     path: Tensor  # [B, D + 1] the accepted nodes, from the root; the last one repeated
     tokens: Tensor  # [B, D + 1] the tokens after each of them: accepted drafts, then the bonus token repeated
     added: Tensor  # [B] how many of those are new, at least 1
+    before: Tensor  # [B] image tokens in the cache before the step
+    root: Tensor  # [B] token before those
     probs: Tensor  # [B, J, V] the target's, at the nodes that are judged
     uniform: Tensor | None = None  # what `Drafts` kept of the uniforms
 
@@ -52,7 +54,7 @@ class Drafting(nn.Module, ABC):
 
     @abstractmethod
     def absorb(self, committed: Committed, state: DecodeState) -> None:
-        """Take note of a step; `state.root` is still that of before."""
+        """Take note of a step, which the state has counted."""
 
     def redraw(self, probs: Tensor, state: DecodeState) -> Tensor | None:
         """What the places after the root draw from the target's probabilities [B, W + 1, V]: [B, W + 1].

@@ -91,7 +91,7 @@ class EagleDrafting(Drafting):
         path, tokens = self.positions.per_row(committed.path), committed.tokens
         kept.pending_features.copy_(gather_rows(committed.hidden, path))
         if not self.drafter.shift:
-            tokens = torch.cat([state.root[:, None], tokens[:, :-1]], 1)
+            tokens = torch.cat([committed.root[:, None], tokens[:, :-1]], 1)
         kept.pending_tokens.copy_(tokens)
         kept.pending_count.copy_(committed.added)
 

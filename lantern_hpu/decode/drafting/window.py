@@ -150,10 +150,12 @@ class WindowDrafting(Drafting):
         if not self.width:
             return
         before = committed.added[:, None] + self.place[:-1]  # [B, W] where each place was
-        count = state.count + committed.added
+        count = committed.before + committed.added
         place = count[:, None] + self.place[1:]  # [B, W]
         # The last place's distribution serves those behind it
-        probs = gather_rows(committed.probs, torch.minimum(before, self.last(state)))  # [B, W, V]
+        probs = gather_rows(
+            committed.probs, torch.minimum(before, self.last(committed.before))
+        )  # [B, W, V]
         probs = self.force_row_ends(probs, place)
         if self.tree.rule == "sjd-pac":
             assert committed.uniform is not None
@@ -169,12 +171,12 @@ class WindowDrafting(Drafting):
         if kept.q is not None:
             kept.q.copy_(probs)
 
-    def last(self, state: DecodeState) -> Tensor:
+    def last(self, count: Tensor) -> Tensor:
         """The last place whose distribution is one of codes [B, 1]: the one before it, where the last closes a row."""
-        width = self.place[-1:].expand(len(state.count), -1)
+        width = self.place[-1:].expand(len(count), -1)
         if self.grammar is None:
             return width
-        return width - self.grammar.closing((state.count + 1)[:, None] + width).int()
+        return width - self.grammar.closing((count + 1)[:, None] + width).int()
 
     def couple(self, probs: Tensor, before: Tensor, uniform: Tensor, state: DecodeState) -> Tensor:
         """Drafts [B, W] that follow their new distributions `probs` [B, W, V], and change as seldom as can be.
