@@ -144,7 +144,6 @@ def with_speeds(rows: Sequence[SpeedRow]) -> list[SpeedRow]:
 NAMES: Columns = {
     "method": lambda row: row.draft[0],
     "tree": lambda row: row.tree,
-    "verify": lambda row: row.relaxation.get("verify", "-"),
     "graphs": lambda row: row.graphs,
     "batch": lambda row: str(row.batch_size),
 }
