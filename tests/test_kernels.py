@@ -912,7 +912,7 @@ def test_kernels_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
             for arguments, _ in examples:
                 getattr(kernels(), name)(*arguments)
     assert set(calls) == set(BACKENDS["cuda"].kernels)
-    assert len(stand_ins) == 14 and all(min(s.sizes) > 0 for s in stand_ins)
+    assert len(stand_ins) == 13 and all(min(s.sizes) > 0 for s in stand_ins)
 
 
 @pytest.mark.slow
