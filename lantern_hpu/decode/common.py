@@ -15,7 +15,7 @@ from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.transformer import Rotary, Target
 from lantern_hpu.ops.buffers import Choice, arange32, causal_mask, constant
 from lantern_hpu.ops.grammar import RowEnds
-from lantern_hpu.ops.kernels import Placed, place
+from lantern_hpu.ops.kernels import Placed, place_tokens
 from lantern_hpu.ops.sampling import SamplingParams, gather, gather_rows, topk_tokens
 from lantern_hpu.tree import DraftTree, DynamicTree, Tree
 
@@ -170,7 +170,7 @@ class Positions(nn.Module):
     """Cache positions, rotary angles and masks, as constants on the device."""
 
     def __init__(
-        self, config: TransformerConfig, spec: Spec, place: Callable[..., Placed] = place
+        self, config: TransformerConfig, spec: Spec, place: Callable[..., Placed] = place_tokens
     ) -> None:
         super().__init__()
         tree, self.place_in_rows = spec.tree, place
@@ -207,7 +207,7 @@ class Positions(nn.Module):
         state: DecodeState,
         valid: Tensor | None,
     ) -> Placed:
-        """Where T new tokens are behind `start` [B] committed positions; see `ops.kernels.place`.
+        """Where T new tokens are behind `start` [B] committed positions; see `ops.kernels.place_tokens`.
 
         `offset` is [T] or [B, T], `table` [T, X] or [B, T, X].
         """

@@ -253,9 +253,9 @@ class Block(nn.Module):
         if self.fused is not None and words is None and self.fused.serves(x):
             result: tuple[Tensor, Tensor | None] = self.fused(self, x, more, *attended)
             return result
-        x, normed = add_norm(self.attention_norm, x, more)
+        x, normed = norm_of_sum(self.attention_norm, x, more)
         mixed = self.attention(normed, *attended)
-        x, normed = add_norm(self.ffn_norm, x, self.attention_post_norm(mixed))
+        x, normed = norm_of_sum(self.ffn_norm, x, self.attention_post_norm(mixed))
         fed = self.ffn(normed)
         if self.word_ffn is not None and words is not None:
             fed = torch.where(words[..., None], self.word_ffn(normed), fed)
@@ -268,7 +268,7 @@ class Block(nn.Module):
         return last[0].weight, last[1].weight
 
 
-def add_norm(norm: nn.Module, x: Tensor, more: Tensor | None) -> tuple[Tensor, Tensor]:
+def norm_of_sum(norm: nn.Module, x: Tensor, more: Tensor | None) -> tuple[Tensor, Tensor]:
     """x + more, and its norm, which may be none."""
     if more is not None and isinstance(norm, RMSNorm):
         return norm.add(x, more)
@@ -369,7 +369,7 @@ class Target(nn.Module):
             if layer in aux_layers:
                 x, more = x if more is None else x + more, None
                 aux.append(x)
-        _, normed = add_norm(self.norm, x, more)
+        _, normed = norm_of_sum(self.norm, x, more)
         return torch.cat([normed, *aux], -1) if aux else normed
 
 

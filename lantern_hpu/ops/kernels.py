@@ -118,7 +118,7 @@ def attend(
 Placed = tuple[Tensor, Tensor, Tensor]
 
 
-def place(
+def place_tokens(
     start: Tensor,
     offset: Tensor,
     column: Tensor,
@@ -290,7 +290,7 @@ class Kernels:
     swiglu: Callable[[Tensor], Tensor] = swiglu
     rotate_into: RotateInto | None = None
     attend: Attend | None = None  # `rotate_into`, then attention over the whole cache
-    place: Callable[..., Placed] = place
+    place: Callable[..., Placed] = place_tokens
     probs: Callable[[Tensor, SamplingParams, bool, int, bool, bool], Tensor] = sampling.guided_probs
     sample: Callable[[Tensor, Tensor], Tensor] = sampling.sample
     sample_distinct: Callable[[Tensor, Tensor], Tensor] = sampling.sample_distinct

@@ -23,7 +23,7 @@ TWINS: dict[str, Callable[..., Any]] = {
     "rotate": kernels.rotate,
     "swiglu": kernels.swiglu,
     "rotate_into": kernels.rotate_into,
-    "place": kernels.place,
+    "place": kernels.place_tokens,
     "probs": sampling.guided_probs,
     "sample": sampling.sample,
     "sample_distinct": sampling.sample_distinct,

@@ -82,7 +82,7 @@ def placed_out(
     placed_out,
 )
 def triton_place(*given: Any) -> Placed:
-    """See `lantern_hpu.ops.kernels.place`."""
+    """See `lantern_hpu.ops.kernels.place_tokens`."""
     start, offset, column, table, valid, pads, angles, slot, row_start, dtype = given
     made, table, width = placed_out(*given), packed(table), angles[0].numel()
     block = block_of(len(slot))
