@@ -19,31 +19,14 @@ from torch import Tensor
 
 from gaudi_emulator.device import current
 from gaudi_emulator.nested import mapped
+from gaudi_emulator.releases import listed
 from gaudi_emulator.tensor import DEVICE, HPUTensor
 
 OWNERS = (torch, F, torch._C._nn, Tensor)
-LOWER = (
-    "addmm addbmm batch_norm baddbmm bmm conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d "
-    "dot dropout feature_dropout group_norm instance_norm layer_norm leaky_relu linear matmul mean mm mul mv "
-    "softmax log_softmax scaled_dot_product_attention multiply einsum"
-).split()
+LOWER = listed("autocast_lower")
 LOWER_FIRST = frozenset({"batch_norm", "group_norm", "instance_norm", "layer_norm"})
-FLOAT32 = (
-    "acos addcdiv asin atan2 bilinear binary_cross_entropy binary_cross_entropy_with_logits cdist cosh "
-    "cosine_embedding_loss cosine_similarity cross_entropy dist div divide embedding embedding_bag erfinv exp expm1 "
-    "hinge_embedding_loss huber_loss kl_div l1_loss log log10 log1p log2 logsumexp margin_ranking_loss mse_loss "
-    "multi_margin_loss multilabel_margin_loss nll_loss pdist poisson_nll_loss pow reciprocal renorm rsqrt sinh "
-    "smooth_l1_loss soft_margin_loss softplus tan topk triplet_margin_loss true_divide"
-).split()
-SIGNS = {
-    "add": "__add__ __radd__",
-    "div": "__truediv__",
-    "matmul": "__matmul__ __rmatmul__",
-    "mul": "__mul__ __rmul__",
-    "pow": "__pow__ __rpow__",
-    "sub": "__sub__",
-    "true_divide": "__truediv__",
-}
+FLOAT32 = listed("autocast_float32")
+SIGNS = {"add", "matmul", "mul", "pow"}  # which Python has operators for, from either side
 # Files with a name a line, which take the place of the lists
 FILES = ("PT_HPU_AUTOCAST_LOWER_PRECISION_OPS_LIST", "PT_HPU_AUTOCAST_FP32_OPS_LIST")
 
@@ -60,12 +43,12 @@ class Lists:
 
 
 def lists(flags: Mapping[str, str]) -> Lists:
-    """As the bridge has them (hpu_ops/autocast_helpers.h): the default ones, or those of the files of its flags."""
     return lists_of(*map(flags.get, FILES))
 
 
 @cache
 def lists_of(lower_file: str | None, float32_file: str | None) -> Lists:
+    """As the bridge has them (hpu_ops/autocast_helpers.h): the default ones, or those of the files of its flags."""
     lowered = functions(names(lower_file, LOWER))
     float32 = functions(names(float32_file, FLOAT32))
     return Lists(lowered, lowered & functions(LOWER_FIRST), float32 - lowered)
@@ -73,19 +56,19 @@ def lists_of(lower_file: str | None, float32_file: str | None) -> Lists:
 
 def names(file: str | None, default: Iterable[str]) -> Iterable[str]:
     """A file's, or the default ones if there is none to read."""
-    if not file:
-        return default
-    try:
+    if file and Path(file).is_file():
         return Path(file).read_text(encoding="utf-8").split()
-    except OSError:
+    if file:
         warnings.warn(f"no {file} to read: autocast has its default list", stacklevel=2)
-        return default
+    return default
 
 
 def functions(names: Iterable[str]) -> frozenset[Callable[..., Any]]:
     every = {*names}
-    for name in every & {*SIGNS}:
-        every.update(SIGNS[name].split())
+    for name in every & SIGNS:
+        every |= {f"__{name}__", f"__r{name}__"}
+    if every & {"div", "true_divide"}:
+        every.add("__truediv__")
     found = (getattr(owner, name, None) for owner in OWNERS for name in every)
     return frozenset(function for function in found if function is not None)
 

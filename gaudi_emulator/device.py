@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 LIMIT = int(94.62 * 2**30)  # bytes that software sees of a Gaudi 2
 CREDIT = 16  # host reads for setting up and for results; each launch earns one more
+LOOPED = 3  # reads of a value by one line, beyond which it stands in a loop
 UPLOADS = 16  # uploads between two launches that are not reported
 VARIANTS = 4  # recipes that differ by a constant alone, beyond which they are reported
 SIZES = 8  # recipes that differ by shapes and are used once, beyond which they are reported
@@ -95,6 +96,7 @@ class Device:
         self.warm = self.inside = False
         self.credit, self.uploaded = CREDIT, 0
         self.earned = self.values_read = 0
+        self.read_at: Counter[tuple[str, int]] = Counter()  # single values, by line
         self.threads = threading.local()  # torch's modes are of one thread each
         self.loaded = False  # whether the bridge was imported, which is when it reads its flags
         self.compiler: Compiler | None = None  # of a user's program
@@ -356,9 +358,12 @@ class Device:
         within = self.credit >= 0 or not graphs
         bad = not within or self.recording is not None
         self.values_read += rule == "H001"
-        each = rule == "H001" and self.values_read > max(CREDIT, self.earned - 1)
+        site = call_site()
+        self.read_at[site] += rule == "H001"
+        most = max(CREDIT, self.earned - 1)
+        each = rule == "H001" and (self.read_at[site] > LOOPED or self.values_read > most)
         detail = reason if within else f"{reason}: more than one read for each launched step"
-        self.findings.hit(rule, detail, "error" if bad else "warn" if each else "info")
+        self.findings.hit(rule, detail, "error" if bad else "warn" if each else "info", site)
         self.wait(reason)
 
     def wait(self, reason: str) -> None:

@@ -8,7 +8,6 @@ are one storage.
 
 from __future__ import annotations
 
-import copy
 import gc
 import os
 import weakref
@@ -99,8 +98,8 @@ class Recording:
 
     def reads(self, raw: Tensor) -> bool:
         """Whether a recorded operator has a tensor from outside for an argument."""
-        given = (flat((*step.args, *step.kwargs.values())) for step in self.steps)
-        return any(value is raw for values in given for value in values)
+        steps = (flat((*step.args, *step.kwargs.values())) for step in self.steps)
+        return any(value is raw for given in steps for value in given)
 
     def follow(self, tensor: HPUTensor) -> None:
         """A tensor made in this capture: if it outlives the capture, replays refresh it."""
@@ -571,21 +570,6 @@ def wrap_in_hpu_graph(module: nn.Module, **options: Any) -> nn.Module:
     module.clear_cache = call.clear_cache
     module.clear_inputs = call.clear_inputs
     return module
-
-
-class ModuleCacher:
-    """Graphs for training (graphs.py:907). Here the model runs plainly: the numbers are the same, and the lint sees
-    its operators; what a card would record of forward and backward is not counted."""
-
-    def __init__(self, max_graphs: int = 10) -> None:
-        self.max_graphs = max_graphs
-
-    def __call__(self, model: nn.Module, inplace: bool = True, **options: Any) -> nn.Module:
-        model = model if inplace else copy.deepcopy(model)
-        for name in ("set_iteration_count", "capture_start", "capture_end"):
-            setattr(model, name, lambda *args, **kwargs: None)
-        model.is_hpugraph_tracing = lambda: False  # type: ignore[assignment]
-        return model
 
 
 @contextmanager

@@ -20,7 +20,8 @@ from torch.compiler import is_compiling
 
 from gaudi_emulator import graphs, hpex
 from gaudi_emulator.device import LIMIT, Device, current
-from gaudi_emulator.scope import MODULES, WHOLE, BeyondModule, names_of, short
+from gaudi_emulator.releases import listed
+from gaudi_emulator.scope import MODULES, NAMES, BeyondModule, meanwhile_for, names_of, short
 from gaudi_emulator.tensor import DEVICE, HPUTensor
 from lantern_hpu.backends.hpu.env import ROOT
 
@@ -234,19 +235,12 @@ class Metric:
     def stop(self) -> None: ...
 
 
-def graph_compilation(card: Device) -> list[tuple[str, Any]]:
-    rows: list[tuple[str, Any]] = [
+METRICS: dict[str, Callable[[Device], list[tuple[str, Any]]]] = {
+    "graph_compilation": lambda card: [
         ("TotalNumber", card.counts.recipes),
         ("TotalTime", 0),
         ("AvgTime", 0),
-    ]
-    if card.flags.get("PT_HPU_METRICS_GC_DETAILS"):
-        rows.append(("Recipes", []))
-    return rows
-
-
-METRICS: dict[str, Callable[[Device], list[tuple[str, Any]]]] = {
-    "graph_compilation": graph_compilation,
+    ],
     "cpu_fallback": lambda card: [
         ("TotalNumber", card.counts.fallbacks.total()),
         ("FallbackOps", dict(card.counts.fallbacks)),
@@ -258,14 +252,10 @@ METRICS: dict[str, Callable[[Device], list[tuple[str, Any]]]] = {
 NOT_FOUND = {n: type(n, (Exception,), {}) for n in ("MetricNotFound", "MetricNotFoundError")}
 
 
-def device_memory(card: Device) -> list[tuple[str, Any]]:
-    return [("peak_memory", card.peak)]
-
-
 def metrics_of(card: Device) -> dict[str, Callable[[Device], list[tuple[str, Any]]]]:
     if card.release.name == "1.19":
         return METRICS
-    return METRICS | {"device_memory": device_memory}
+    return METRICS | {"device_memory": lambda card: [("peak_memory", card.peak)]}
 
 
 def metric_global(name: str) -> Metric | None:
@@ -296,10 +286,6 @@ class BridgeConfig(BeyondModule):
         return super().__getattr__(name)
 
 
-def data_ptr(tensor: HPUTensor) -> int:
-    return tensor.raw.data_ptr()
-
-
 # The tree of modules
 
 
@@ -309,21 +295,13 @@ def named(*members: Any) -> dict[str, Any]:
 
 
 CORE = named(mark_step, iter_mark_step, add_step_closure) | dict.fromkeys(
-    "hpu_set_env hpu_initialize hpu_reset_env hpu_set_inference_env hpu_inference_set_env "
-    "hpu_inference_initialize hpu_teardown_inference_env".split(),
-    accept_anything,
+    listed("core_settings"), accept_anything
 )
 GRAPHS = {
     name: getattr(graphs, name)
     for name in "HPUGraph graph CachedParams input_hash copy_to wrap_in_hpu_graph "
-    "wrap_in_hpu_graph_func ModuleCacher".split()
+    "wrap_in_hpu_graph_func".split()
 } | {"is_current_stream_capturing": lambda: bool(getattr(current_stream(), "is_capture", False))}
-SETTINGS = (
-    "setDeterministic enable_inference_mode disable_inference_mode enable_optim_output_sif "
-    "enable_quantization disable_quantization enable_const_section_serialization set_sync_debug_mode "
-    "disable_const_section_serialization enable_matmul3d_2d_reshape enable_recompute_sdp "
-    "disable_matmul3d_2d_reshape disable_optim_output_sif record_stream set_device init"
-).split()
 RANDOM = named(manual_seed, seed, get_rng_state, set_rng_state) | {
     "manual_seed_all": manual_seed,
     "seed_all": seed,
@@ -354,18 +332,15 @@ def name(device: object = None) -> str:
     return f"GAUDI2 (emulated, {current().release}: contract-checked)"
 
 
-class SynDeviceType(IntEnum):
-    synDeviceGaudi = 1
-    synDeviceGaudi2 = 4
-    synDeviceGaudi3 = 5
-
-
 @contextmanager
 def nothing(*args: Any, **kwargs: Any) -> Iterator[None]:
     """A context that changes nothing here: one card, one device."""
     yield
 
 
+synDeviceType = IntEnum(
+    "synDeviceType", {"synDeviceGaudi": 1, "synDeviceGaudi2": 4, "synDeviceGaudi3": 5}
+)
 IDENTITY = {
     "is_available": lambda: True,
     "is_initialized": lambda: True,
@@ -418,7 +393,7 @@ def module(name: str, **members: Any) -> ModuleType:
     made.__spec__ = ModuleSpec(name, None, origin="emulated", is_package=True)  # for `find_spec`
     made.__dict__.update(names_of(below) | members)
     if isinstance(made, BeyondModule):
-        made.meanwhile = WHOLE.get(below, "leave it out while checking")
+        made.meanwhile = meanwhile_for(below)
     return made
 
 
@@ -430,17 +405,19 @@ def modules(device: Device) -> dict[str, ModuleType]:
         **STREAMS,
         **MEMORY,
         **RANDOM,
-        **dict.fromkeys(SETTINGS, accept_anything),
+        **dict.fromkeys(listed("hpu_settings"), accept_anything),
         **(GRAPHS if has_graphs else {}),
         **IDENTITY,
         **(SINCE_1_24 if newer else {}),
         "default_generators": (device.generator,),
     }
     parts: dict[str, dict[str, Any]] = {
-        **{name: {} for name in (*WHOLE, *MODULES)},
+        **{name: {} for name in (*NAMES, *MODULES)},
         "core": CORE,
-        "core.quantization": {n: CORE[n] for n in CORE if n.startswith("hpu_")}
-        | dict.fromkeys(("_check_params_as_const", "_mark_params_as_const"), accept_anything),
+        "core.quantization": dict.fromkeys(
+            [*listed("core_settings"), "_check_params_as_const", "_mark_params_as_const"],
+            accept_anything,
+        ),
         "hpu": hpu,
         "hpu.metrics": METRIC_API | named(NOT_FOUND[device.release.missing_metric]),
         "hpu.random": RANDOM,
@@ -450,10 +427,10 @@ def modules(device: Device) -> dict[str, ModuleType]:
         "utils.internal": named(is_lazy, lazy_only),
         "utils.debug": {"_get_fallback_op_count": lambda: dict(current().counts.fallbacks)},
         "utils.experimental": {
-            "_data_ptr": data_ptr,
+            "_data_ptr": HPUTensor.data_ptr,
             "_is_fp16_supported": lambda: True,
-            "_get_device_type": lambda: SynDeviceType.synDeviceGaudi2,
-            "synDeviceType": SynDeviceType,
+            "_get_device_type": lambda: synDeviceType["synDeviceGaudi2"],
+            "synDeviceType": synDeviceType,
             "_compute_stream": lambda: 0,
         },
         "utils.library_loader": {
@@ -472,6 +449,8 @@ def modules(device: Device) -> dict[str, ModuleType]:
             name: getattr(hpex, name)
             for name in "FusedSDPA RotaryPosEmbeddingMode apply_rotary_pos_emb RotaryPosEmbeddingHelperV2".split()
         },
+        "hpex.kernels.FusedSDPA": named(hpex.FusedSDPA),
+        "hpex.normalization.FusedRMSNorm": named(hpex.FusedRMSNorm),
         "hpex.normalization": named(hpex.FusedRMSNorm),
         "dynamo.compile_backend.config": {"configuration_flags": defaultdict(bool)},
     }
@@ -481,11 +460,13 @@ def modules(device: Device) -> dict[str, ModuleType]:
         parts["version"] = dict.fromkeys(("__version__", "version"), f"{device.release.name}.0")
     made = {name: module(name) for name in (ROOT, f"{ROOT}.torch")}
     for name, members in parts.items():
-        full = f"{ROOT}.{name}" if name.startswith("media") else f"{ROOT}.torch.{name}"
+        outside = name.startswith(("media", "autoload"))
+        full = f"{ROOT}.{name}" if outside else f"{ROOT}.torch.{name}"
         made[full] = module(full, **members)
     for name in made:
         parent, _, child = name.rpartition(".")
-        if parent:
+        if parent and not child[0].isupper():  # the name of its class, which stands there
             setattr(made[parent], child, made[name])
+    vars(made[f"{ROOT}.torch"])["torch"] = torch
     made[f"{ROOT}.torch.core"].hpu = made[f"{ROOT}.torch.hpu"]  # type: ignore[attr-defined]
     return made

@@ -191,15 +191,12 @@ def traced_as(
         if name not in release.backend_options:
             raise RuntimeError(f"hpu_backend of {release} has no option {name!r}")
     fixed = bool(given.get("force_static_compile"))
-    heard = {flag: str(int(given[name])) for name, flag in HEARD.items() if name in given}
+    heard = {  # as the flags that say the same for all functions
+        f"PT_HPU_{name.upper()}": str(int(given[name]))
+        for name in ("use_eager_fallback", "use_inplace_index_copy")
+        if name in given
+    }
     return {"fullgraph": fullgraph, "dynamic": False if fixed else dynamic, "flags": heard}
-
-
-# Options of hpu_backend that change what it does here, and the flags that say the same for all functions
-HEARD = {
-    "use_eager_fallback": "PT_HPU_USE_EAGER_FALLBACK",
-    "use_inplace_index_copy": "PT_HPU_USE_INPLACE_INDEX_COPY",
-}
 
 
 READ_AT_EACH_CALL = ("PT_HPUGRAPH_DISABLE_TENSOR_CACHE",)  # hpu/graphs.py:594

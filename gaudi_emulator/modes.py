@@ -187,10 +187,6 @@ def pin(card: Device, func: Func, args: Args, kwargs: Kwargs) -> Any:
     return made
 
 
-def is_pinned(card: Device, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    return getattr(args[0], "pinned", False)
-
-
 def make(card: Device, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """`torch.tensor` and `torch.as_tensor`: made on the host, then uploaded."""
     if not is_hpu(kwargs.get("device")):
@@ -282,7 +278,7 @@ HANDLERS: dict[Callable[..., Any], Handler] = {
     Tensor.cpu: read_to_host,
     Tensor.numpy: read_to_host,
     Tensor.pin_memory: pin,
-    Tensor.is_pinned: is_pinned,
+    Tensor.is_pinned: lambda card, func, args, kwargs: getattr(args[0], "pinned", False),
     Tensor.new_tensor: make_like,
     Tensor.data.__set__: set_data,  # type: ignore[attr-defined]
     Tensor.grad.__set__: set_grad,  # type: ignore[union-attr]

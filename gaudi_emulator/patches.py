@@ -84,11 +84,10 @@ def overwrites(card: Device) -> Iterator[None]:
 
     def grouped(real: Any, tensors: Any, *args: Any) -> dict[Any, Any]:
         """By device and format, for `clip_grad_norm_` and optimizers: C++ reads the device that torch itself sees."""
-        groups = {}
-        for (place, dtype), (lists, indices) in real(tensors, *args).items():
-            here = any(isinstance(tensor, HPUTensor) for tensor in lists[0])
-            groups[HPU if here else place, dtype] = lists, indices
-        return groups
+        groups = real(tensors, *args).items()
+        ours = [any(isinstance(t, HPUTensor) for t in lists[0]) for _, (lists, _) in groups]
+        places = zip(ours, groups, strict=True)
+        return {(HPU if here else at, dtype): group for here, ((at, dtype), group) in places}
 
     def enter(real: Any, context: Any) -> Any:
         if context.device == "cuda":
@@ -124,8 +123,8 @@ def accelerator(card: Device) -> dict[str, Callable[..., Any]]:
 
     def here(answer: Callable[..., Any]) -> Callable[..., Any]:
         def call(real: Any, *args: Any) -> Any:
-            there = (card.loaded or card.autoloads) and not card.tracing()
-            return answer(*args) if there else real(*args)
+            loaded = card.loaded or card.autoloads
+            return answer(*args) if loaded and not card.tracing() else real(*args)
 
         return call
 
@@ -133,24 +132,20 @@ def accelerator(card: Device) -> dict[str, Callable[..., Any]]:
         raise RuntimeError("Allocator for hpu is not a DeviceAllocator.")
 
     hpu: Any = card.modules[f"{ROOT}.torch.hpu"]
-    memory = (
-        "isAllocatorInitialized emptyCache emptyHostCache getMemoryInfo getDeviceStats "
-        "resetAccumulatedStats resetPeakStats"
-    )
+    memory = "isAllocatorInitialized emptyCache emptyHostCache getMemoryInfo getDeviceStats resetPeakStats"
     answers: dict[str, Callable[..., Any]] = {
         **dict.fromkeys(memory.split(), refuse),
         "getAccelerator": lambda: torch.device(DEVICE),
         "getDeviceIndex": hpu.current_device,
-        "setDeviceIndex": hpu.set_device,
-        "exchangeDevice": hpu.set_device,
-        "maybeExchangeDevice": hpu.set_device,
+        **dict.fromkeys(
+            "setDeviceIndex exchangeDevice maybeExchangeDevice".split(), hpu.set_device
+        ),
         "synchronizeDevice": hpu.synchronize,
         "getStream": hpu.current_stream,
         "setStream": hpu.set_stream,
     }
-    return {f"_accelerator_{name}": here(answer) for name, answer in answers.items()} | {
-        "_get_accelerator": here(lambda: torch.device(DEVICE))
-    }
+    known = {f"_accelerator_{name}": here(answer) for name, answer in answers.items()}
+    return known | {"_get_accelerator": known["_accelerator_getAccelerator"]}
 
 
 @contextmanager

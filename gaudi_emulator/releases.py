@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from lantern_hpu.backends.hpu import env
@@ -42,13 +44,14 @@ def release(name: str, **more: Any) -> Release:
     return Release(**vars(env.RELEASES[name]), **more)
 
 
-# Of hpu_backend in each release
-OPTIONS = frozenset(
-    "use_compiled_recipes decomposition_mode keep_input_mutations use_eager_fallback discard_frozen_params "
-    "remove_unnecessary_clones use_inplace_allreduce use_inplace_index_copy inference enable_sfg use_cpp_partitioner "
-    "enable_allreduce_graph_split force_static_compile reinplace_add reassign_full_copy reassign_copy_ "
-    "use_boxed_input".split()
-)
+def listed(what: str) -> list[str]:
+    """Names that the bridge has for something (HabanaAI/gaudi-pytorch-bridge, Apache-2.0; names only)."""
+    found: dict[str, list[str]] = json.loads(NAMES.read_text(encoding="utf-8"))
+    return found[what]
+
+
+NAMES = Path(__file__).with_name("names.json")
+OPTIONS = frozenset(listed("hpu_backend_options"))  # of each release
 RELEASES = {
     "1.19": release(
         "1.19",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any, NoReturn
 
+from gaudi_emulator.releases import listed
+
 
 class OutOfScope(NotImplementedError):
     """A part of Gaudi's software that is not emulated; on a card it works."""
@@ -15,56 +17,28 @@ class OutOfScope(NotImplementedError):
         )
 
 
-# What to use while checking, by module of `habana_frameworks.torch` and name
+# What to use while checking, by module of `habana_frameworks.torch` and name; "" for every other name of the module
 NAMES: dict[str, dict[str, str]] = {
     "hpex.kernels": {
-        "CustomSoftmax": "softmax",
-        "CTCLoss": "torch.nn.CTCLoss",
+        "": "plain torch functions",
         "RotaryPosEmbeddingHelperV1": "apply_rotary_pos_emb with position_ids",
         "RotaryPosEmbeddingHelperV3": "apply_rotary_pos_emb with cos and sin",
-        "CustomNms": "torchvision.ops.nms on the host",
-        "RoiAlignFunction": "torchvision.ops.roi_align on the host",
-        "ScaledMaskedSoftmax": "softmax of the scaled scores and the mask",
         "fp8_fused_sdpa": "FusedSDPA in bfloat16",
     },
-    "hpex.optimizers": {
-        "Adam": "torch.optim.Adam, and a step mark after its step",
-        "AdamW": "torch.optim.AdamW, and a step mark after its step",
-        "FusedAdagrad": "torch.optim.Adagrad",
-        "FusedAdamW": "torch.optim.AdamW, and a step mark after its step",
-        "FusedLamb": "torch.optim.AdamW",
-        "FusedLars": "torch.optim.SGD",
-        "FusedResourceApplyMomentum": "torch.optim.SGD with momentum",
-        "FusedSGD": "torch.optim.SGD",
+    "hpex.optimizers": {"": "those of torch.optim, and a step mark after their step"},
+    "hpex.normalization": {"": "torch.nn.utils.clip_grad_norm_"},
+    "hpex.movingavrg": {"": "torch.optim.swa_utils.AveragedModel"},
+    "hpex.experimental.transformer_engine": {"": "torch.nn layers in bfloat16"},
+    "hpex.experimental.fp8_autocast": {"": "torch.autocast in bfloat16"},
+    "hpu": {
+        "make_graphed_callables": "wrap_in_hpu_graph for inference",
+        "ModuleCacher": "the model as it is, with step marks",
     },
-    "hpex.normalization": {"FusedClipNorm": "torch.nn.utils.clip_grad_norm_"},
-    "hpex.movingavrg": {"FusedEMA": "torch.optim.swa_utils.AveragedModel"},
-    "hpu": {"make_graphed_callables": "wrap_in_hpu_graph, or ModuleCacher for training"},
-    "hpu.metrics": {"metrics_dump": "metric_global"},
-    "utils.experimental": {
-        "data_dynamicity": "the lint counts recipes itself",
-        "detect_recompilation_auto_model": "the lint names what recompiles",
-    },
+    "hpu.metrics": {"": "metric_global"},
+    "utils.experimental": {"": "the lint, which counts recipes and names what recompiles"},
 }
-# Modules of which nothing is emulated, whatever their names are
-WHOLE = {
-    "hpex.experimental.transformer_engine": "torch.nn layers in bfloat16",
-    "hpex.experimental.fp8_autocast": "torch.autocast in bfloat16",
-}
-# Further modules that programs import
-MODULES = (
-    "utils internal distributed hpex hpex.movingavrg hpex.optimizers hpex.experimental dynamo dynamo.compile_backend "
-    "activity_profiler core.observer core.pattern_matcher core.quantize_fsdpa core.quantize_kvcache "
-    "core.quantize_pt2e core.quantizer core.step_closure core.torch_overwrites core.weight_sharing core.hccl "
-    "distributed._pg_utils dynamo.compile_backend.backends dynamo.compile_backend.experimental "
-    "dynamo.compile_backend.passes dynamo.debug_utils dynamo.debug_utils.logger gpu_migration gpu_migration.torch "
-    "hpex.hmp hpex.kernels.Fp8FusedSDPA hpex.kernels.Fp8Ops "
-    "hpex.kernels.PySDPA hpex.kernels.RotaryPosEmbeddingHelper hpex.optimizers.distributed "
-    "utils._debug_C utils._experimental_C utils.debug.dynamo_utils utils.debug.logger utils.distributed_utils "
-    "utils.event_dispatcher utils.git_info utils.lib_utils utils.profiler utils.version_checker "
-    "utils.visualization medialoaders medialoaders.torch mediapipe mediapipe.fn mediapipe.media_types "
-    "mediapipe.mediapipe mediapipe.plugins mediapipe.plugins.iterator_pytorch"
-).split()
+# Further modules that programs import; of nearly all nothing is emulated
+MODULES = listed("modules")
 # Operators of the vendor, by a part of their names
 OPERATORS = {
     "fp8": "bfloat16 while checking; the graph around it is the same",
@@ -103,7 +77,16 @@ def short(module: str) -> str:
 
 def names_of(module: str) -> dict[str, Any]:
     """What stands under the names of a module that are out of scope."""
-    return {name: beyond(name, meanwhile) for name, meanwhile in NAMES.get(module, {}).items()}
+    return {name: beyond(name, hint) for name, hint in NAMES.get(module, {}).items() if name}
+
+
+def meanwhile_for(module: str) -> str:
+    """What to use in the place of a module's other names, by the nearest one around it that says so."""
+    while module:
+        if hint := NAMES.get(module, {}).get(""):
+            return hint
+        module = module.rpartition(".")[0]
+    return "leave it out while checking"
 
 
 class Beyond(type):

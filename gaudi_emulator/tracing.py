@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial, wraps
 from typing import Any
@@ -54,7 +54,7 @@ class Compiler:
         self.backends: dict[tuple[tuple[str, str], ...], Callable[..., Any]] = {}
 
     def compile(
-        self, model: Any, fullgraph: bool, dynamic: bool | None, flags: Mapping[str, str]
+        self, model: Any, fullgraph: bool, dynamic: bool | None, flags: dict[str, str]
     ) -> Any:
         """A function or module that is traced when it is called."""
         backend = self.backends.setdefault(tuple(flags.items()), partial(self.piece, flags))
@@ -67,7 +67,7 @@ class Compiler:
         return made
 
     def watched(
-        self, function: Callable[..., Any], real: Callable[..., Any], flags: Mapping[str, str]
+        self, function: Callable[..., Any], real: Callable[..., Any], flags: dict[str, str]
     ) -> Callable[..., Any]:
         @wraps(real)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -95,14 +95,12 @@ class Compiler:
 
         return call
 
-    def need_uncut(self, breaks: Sequence[Any], flags: Mapping[str, str]) -> None:
+    def need_uncut(self, breaks: Sequence[Any], flags: dict[str, str]) -> None:
         """Raise for an operator that runs outside the graph since its result has no known shape, if none may."""
-        if not flag(self.card.flags | flags, "PT_HPU_USE_EAGER_FALLBACK", True):
-            for reason in (first_line(found.reason) for found in breaks):
-                if "dynamic shape operator" in reason.lower():
-                    raise AssertionError(
-                        f"eager fallback ({reason}), and PT_HPU_USE_EAGER_FALLBACK=0"
-                    )
+        reasons = (first_line(found.reason) for found in breaks)
+        unknown = next((r for r in reasons if "dynamic shape operator" in r.lower()), None)
+        if unknown and not flag(self.card.flags | flags, "PT_HPU_USE_EAGER_FALLBACK", True):
+            raise AssertionError(f"eager fallback ({unknown}), and PT_HPU_USE_EAGER_FALLBACK=0")
 
     def guard_failed(self, failure: Any) -> None:
         code = failure.orig_code
@@ -114,7 +112,7 @@ class Compiler:
             self.card.findings.hit("H090", first_line(found.reason), None, where(found.user_stack))
 
     def piece(
-        self, flags: Mapping[str, str], graph: fx.GraphModule, inputs: Sequence[Any]
+        self, flags: dict[str, str], graph: fx.GraphModule, inputs: Sequence[Any]
     ) -> Callable[..., Any]:
         """What dynamo hands over: a piece of a function, to be compiled."""
         hit = self.card.findings.hit
@@ -145,7 +143,7 @@ class Compiler:
         return placed(self.card, here, watched(self.card, site, lowered(graph, inputs)))
 
     def graph(
-        self, flags: Mapping[str, str], graph: fx.GraphModule, inputs: Sequence[Any]
+        self, flags: dict[str, str], graph: fx.GraphModule, inputs: Sequence[Any]
     ) -> Callable[..., Any]:
         """A graph of aten operators on CPU tensors: looked at once, launched at each call."""
         with replaced(self.card, "flags", lambda known: known | flags):

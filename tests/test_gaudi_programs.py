@@ -12,11 +12,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from gaudi_emulator import emulate
 from gaudi_emulator.device import Device
@@ -37,7 +41,8 @@ class Program:
 
     @property
     def id(self) -> str:
-        return f"{self.run.__name__}-{'lazy' if self.lazy else 'eager'}"
+        mode = "lazy" if self.lazy else "eager"
+        return "-".join(filter(None, (self.run.__name__, mode, self.release)))
 
 
 PROGRAMS: list[Program] = []
@@ -153,6 +158,184 @@ def a_tensor_made_on_the_card_learns_if_it_is_to(card: Device) -> None:
     x = torch.tensor([1.0, 3.0], device="hpu", requires_grad=True)
     torch.autograd.backward(x.unbind()[1] * 2)
     assert x.grad is not None and x.grad.tolist() == [0, 2]
+
+
+@program("tests/pytest_working/any_mode/test_hpu_rms_norm.py")
+def hooks_before_a_fused_kernel_hear_of_one_gradient(card: Device) -> None:
+    kernels = import_module(f"{ROOT}.torch.hpex")
+    heard: list[Tensor] = []
+    x = torch.rand(1, 2, 4, 8, device="hpu", requires_grad=True)
+    for apply in (
+        lambda t: kernels.normalization.FusedRMSNorm.apply(t, torch.ones(8, device="hpu"), 1e-6),
+        lambda t: kernels.kernels.FusedSDPA.apply(t, t, t),
+    ):
+        x.grad, between = None, x * 1.0
+        between.retain_grad()
+        between.register_hook(heard.append)
+        apply(between).sum().backward()
+        assert between.grad is not None and x.grad is not None
+        close(between.grad, x.grad.cpu())
+    assert len(heard) == 2
+
+
+# Autocast
+
+
+@program("hpu_ops/autocast_helpers.h, lower_first_ops")
+def norms_under_autocast_keep_their_weights(card: Device) -> None:
+    x, weight, bias = torch.randn(4, 8, 2), 1 + torch.rand(8) / 300, torch.zeros(8)
+    low = x.bfloat16().float()
+    with torch.autocast("hpu", dtype=torch.bfloat16):
+        given = [t.to("hpu") for t in (x, weight, bias)]
+        groups = F.group_norm(given[0], 2, *given[1:])
+        layers = F.layer_norm(given[0].mT, (8,), weight=given[1], bias=given[2])
+    assert groups.dtype == layers.dtype == torch.bfloat16
+    assert torch.equal(groups.cpu(), F.group_norm(low, 2, weight, bias).bfloat16())
+    assert torch.equal(layers.cpu(), F.layer_norm(low.mT, (8,), weight, bias).bfloat16())
+
+
+@program("hpu_ops/autocast_helpers.h, load_list; optimum-habana, gaudi_configuration.py")
+def lists_of_autocast_come_from_files(card: Device) -> None:
+    with TemporaryDirectory() as folder:
+        for name, text in (("lower", "add\n"), ("float32", "matmul\n")):
+            (Path(folder) / name).write_text(text)
+        card.flags["PT_HPU_AUTOCAST_LOWER_PRECISION_OPS_LIST"] = f"{folder}/lower"
+        card.flags["PT_HPU_AUTOCAST_FP32_OPS_LIST"] = f"{folder}/float32"
+        x = torch.ones(2, 2, device="hpu")
+        with torch.autocast("hpu", dtype=torch.bfloat16):
+            assert (x + x).dtype == torch.bfloat16
+            assert (x @ x.bfloat16()).dtype == (x * 2).dtype == torch.float32
+
+
+# Memory, streams, views, float8
+
+
+@program("hpu/memory.py; vllm-gaudi, HabanaMemoryProfiler; scripts/env_flags.yaml:624", "lazy")
+def int64_and_float64_take_four_bytes(card: Device) -> None:
+    hpu = import_module(f"{ROOT}.torch.hpu")
+    for dtype in (torch.int64, torch.float64, torch.float32):
+        before = hpu.memory_allocated()
+        held = torch.zeros(1024, dtype=dtype, device="hpu")
+        assert hpu.memory_allocated() - before == 4096
+        del held
+
+
+@program("tests/pytest_working/lazy/test_hpu_record_stream.py, test_hpu_stream.py")
+def a_tensor_may_be_used_on_another_stream(card: Device) -> None:
+    hpu = import_module(f"{ROOT}.torch.hpu")
+    x, side = torch.ones(4, device="hpu"), hpu.Stream()
+    side.wait_stream(hpu.current_stream())
+    with hpu.stream(side):
+        y = x * 2
+        done = side.record_event()
+    hpu.current_stream().wait_event(done)
+    y.record_stream(hpu.current_stream())
+    assert y.tolist() == [2] * 4
+
+
+@program("habana_eager/ops/view.cpp; any_mode/test_hpu_unfold.py", "eager")
+@program("habana_eager/ops/view.cpp", "eager", "1.19")
+def unfold_is_a_view_outside_lazy_mode(card: Device) -> None:
+    x = torch.arange(12.0, device="hpu").reshape(2, 6)
+    windows = x.unfold(1, 3, 2)
+    assert not card.counts.fallbacks
+    x.zero_()
+    assert not windows.any()
+
+
+@program("tests/pytest_working/any_mode/test_hpu_index_copy.py: float8")
+def a_float8_cache_is_written_by_index(card: Device) -> None:
+    rows = torch.randn(2, 8).to(torch.float8_e4m3fn)
+    cache = torch.zeros(4, 8, dtype=torch.float8_e4m3fn, device="hpu")
+    where = torch.tensor([1, 3], device="hpu")
+    assert cache.index_copy_(0, where, rows.to("hpu")) is cache
+    assert torch.equal(cache[where].float().cpu(), rows.float())
+
+
+@program("torch: Tensor.to and Tensor.cpu with a layout")
+def a_copy_on_the_host_has_the_layout_that_was_asked_for(card: Device) -> None:
+    x = torch.randn(2, 3, 4, 4, device="hpu")
+    for made in (
+        x.to("cpu", copy=True, memory_format=torch.channels_last),
+        x.cpu(memory_format=torch.channels_last),
+    ):
+        assert made.is_contiguous(memory_format=torch.channels_last)
+        close(x, made)
+
+
+@program("vllm-gaudi, platform.py:26 and patches.py:5; torch.accelerator")
+def code_for_any_accelerator_finds_the_card(card: Device) -> None:
+    assert torch.accelerator.is_available() and torch.accelerator.device_count() == 1
+    found = torch.accelerator.current_accelerator()
+    assert found is not None and torch.ones(2, device=found).device.type == "hpu"
+    torch.accelerator.synchronize()
+    for refused in (torch.accelerator.empty_cache, torch.accelerator.memory_allocated):
+        with pytest.raises(RuntimeError, match="DeviceAllocator"):
+            refused()
+
+
+@program("optimum-habana, DataLoader(pin_memory=True)")
+def pinned_batches_go_to_the_card(card: Device) -> None:
+    batches = DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2, pin_memory=True)
+    assert all(batch.is_pinned() and batch.to("hpu").tolist() for (batch,) in batches)
+
+
+# HPU graphs and compile mode
+
+
+@program("hpu/graphs.py: a replay works on the storages of its capture", "lazy")
+def a_buffer_bound_anew_after_the_capture_is_named(card: Device) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.ones(2, device="hpu") * 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.scale
+
+    model, x = torch.hpu.wrap_in_hpu_graph(Scaled()), torch.ones(2, device="hpu")  # type: ignore[attr-defined]
+    model(x)
+    model(x)
+    assert not card.findings.errors
+    model.scale = torch.ones(2, device="hpu") * 3
+    model(x)
+    assert [found.rule.id for found in card.findings.errors] == ["H069"]
+
+
+def compiled(function: Callable[..., Any], **options: Any) -> Any:
+    return torch.compile(function, backend="hpu_backend", **options)
+
+
+@program("tests/pytest_working/any_mode/test_hpu_add_sub_rsub.py", "eager")
+def a_factor_lasts_where_numbers_are_symbols(card: Device) -> None:
+    x = torch.arange(3, dtype=torch.int32)
+    for operator in (torch.add, torch.sub, torch.rsub):
+        run = compiled(lambda x, n, a, op=operator: op(x, n, alpha=a), dynamic=True)
+        for number, factor in ((5.0, 5), (2.5, 3)):
+            close(run(x.to("hpu"), number, factor), operator(x, number, alpha=factor))
+
+
+@program("dynamo/compile_backend/backends.py and config.py", "eager")
+def hpu_backend_hears_its_options_and_refuses_others(card: Device) -> None:
+    x = torch.ones(3, 3, device="hpu")
+    with pytest.raises(RuntimeError, match="no option 'no_such_option'"):
+        compiled(torch.neg, options={"no_such_option": 1})
+    for cut in (lambda x: x.nonzero(), lambda x: torch.addcmul(x, x, x)):
+        with pytest.raises(Exception, match="eager fallback"):
+            compiled(cut, options={"use_eager_fallback": False})(x)
+        compiled(cut)(x)
+
+
+@program("python_packages/habana_frameworks/torch: its modules")
+def modules_of_the_package_can_be_imported_and_their_names_refuse(card: Device) -> None:
+    for name in ("hpex.kernels.CTCLoss", "dynamo.device_interface", "utils.gaudi_spawn"):
+        import_module(f"{ROOT}.torch.{name}")
+    kernels = import_module(f"{ROOT}.torch.hpex.kernels.FusedSDPA")
+    assert kernels.FusedSDPA is import_module(f"{ROOT}.torch.hpex.kernels").FusedSDPA
+    with pytest.raises(NotImplementedError, match="is_gqa is out of the emulator's scope"):
+        kernels.is_gqa(1)
+    with pytest.raises(ModuleNotFoundError, match="no_such_part"):
+        import_module(f"{ROOT}.torch.no_such_part")
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.id)

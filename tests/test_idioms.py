@@ -91,14 +91,6 @@ for _ in range(3):
     htcore.mark_step()
 assert loss.item() < 1
 """,
-    "ModuleCacher (h, m)": """
-ht.hpu.ModuleCacher(max_graphs=5)(model=model, inplace=True, have_grad_accumulation=True)
-model.train()
-model(x.to("hpu")).sum().backward()
-htcore.mark_step()
-twin(x).sum().backward()
-assert near(model.first.weight.grad, twin.first.weight.grad)
-""",
     # HPU graphs
     "a wrapped model (h, v, m)": """
 model = ht.hpu.wrap_in_hpu_graph(model)

@@ -94,8 +94,7 @@ def sort_dim(args: Args, kwargs: Kwargs) -> int:
 def falls_back(device: Device, op: Op, args: Args, kwargs: Kwargs) -> str:
     """Why an operator falls back for these arguments; empty if it does not.
 
-    After whether it has a kernel the bridge's named checks, then its lists of number formats.
-    """
+    First whether it has a kernel, then the bridge's named checks, then its lists of number formats."""
     if not op.native and (device.lazy or op.packet not in ops.IN_CXX[device.release.name]):
         return "no kernel"
     hit = device.findings.hit
@@ -238,8 +237,8 @@ def stored(device: Device, raw: Tensor) -> None:
 
 def stored_size(device: Device, raw: Tensor) -> int:
     """Bytes on the device."""
-    halved = raw.dtype == torch.float64 or (raw.dtype == torch.int64 and device.lazy)
-    return raw.nbytes // 2 if halved else raw.nbytes
+    halved = raw.dtype in (torch.float64, torch.int64 if device.lazy else None)
+    return raw.nbytes // (1 + halved)
 
 
 def narrow(device: Device, op: Op, values: Iterable[Any]) -> None:

@@ -4,7 +4,7 @@
     lantern-hpu lint --script my_model.py     your own code
     lantern-hpu lint --bridge both            under every release of Gaudi's software that was read
 
-Code runs on the emulated card; `gaudi_emulator/lint/rules.py` has the rules. Each that is broken is printed with the
+Code runs on the emulated card; `gaudi_emulator/lint/rules.txt` has the rules. Each that is broken is printed with the
 line that broke it, why it matters, and what to write instead. A script may `import habana_frameworks.torch` and call
 `gaudi_emulator.warmed_up()` once every shape has occurred: from then on a compilation is an error.
 """
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from gaudi_emulator.lint import RECOMPILING, LintRun, lint_script
 from gaudi_emulator.releases import DEFAULT, RELEASES, release_named
 from lantern_hpu.commands.options import Parser, add_fields, from_args
-from lantern_hpu.errors import choices, exit_code, require
+from lantern_hpu.errors import OptionError, choices, exit_code, require
 from lantern_hpu.fields import option
 from lantern_hpu.graphs import RUNNERS
 from lantern_hpu.methods.setting import METHODS, Setting
@@ -114,7 +114,11 @@ def lint_elsewhere(asked: LintRequest, bridge: str) -> LintRun:
 
 
 def lint_all(asked: LintRequest, bridge: str) -> int:
-    """Print the findings. -> 1 if the program died, or there is what `--strict` refuses"""
+    """Print the findings. -> 1 if the program died, or there is what `--strict` refuses
+
+    Raises:
+        OptionError: the card had nothing to do.
+    """
     if bridge == BOTH:
         runs = [lint_elsewhere(asked, name) for name in RELEASES]
     else:
@@ -133,6 +137,9 @@ def lint_all(asked: LintRequest, bridge: str) -> int:
     recompiling = any(f.rule.id in RECOMPILING and f.severity == "warn" for f in findings)
     refused = recompiling or any(f.severity == "error" for f in findings)
     died = any(run.ended is not None for run in runs)
+    if not died and not any(any(run.counts.values()) for run in runs):
+        hint = "is the device of its tensors hpu, and is habana_frameworks.torch imported?"
+        raise OptionError("nothing ran on hpu", "so nothing was checked", hint)
     return 1 if died or (asked.strict and refused) else 0
 
 
@@ -160,7 +167,8 @@ def print_text(runs: Sequence[LintRun], findings: Sequence[Finding], everything:
     for run in runs:
         kinds = [f.severity for f in run.findings]
         errors, warnings, notes = (kinds.count(kind) for kind in ("error", "warn", "info"))
-        print(f"{errors} errors, {warnings} warnings, {notes} notes (bridge {run.release})")
+        hidden = ", shown with --all" if notes and not everything else ""
+        print(f"{errors} errors, {warnings} warnings, {notes} notes{hidden} (bridge {run.release})")
         print(", ".join(f"{n} {name.replace('_', ' ')}" for name, n in run.counts.items()))
     if len(runs) > 1:
         print(verdict(runs))

@@ -182,8 +182,8 @@ def gaudi_contract() -> Iterator[str]:
     yield table(("fact", "source", "mode", "release"), rows)
     yield "\n## What the emulator leaves out\n"
     yield "Below `habana_frameworks.torch`; its use is refused.\n"
-    names = [(f"`{m}.{n}`", why) for m, known in scope.NAMES.items() for n, why in known.items()]
-    names += [(f"`{module}`", why) for module, why in scope.WHOLE.items()]
+    listed = [(m, n, why) for m, known in scope.NAMES.items() for n, why in known.items()]
+    names = [(f"`{m}.{n or '*'}`", why) for m, n, why in listed]
     names += [(f"`torch.ops.hpu.*{part}*`", why) for part, why in scope.OPERATORS.items()]
     yield table(("name", "what to use while checking"), names)
 
