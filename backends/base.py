@@ -121,7 +121,7 @@ def own_defaults() -> Iterator[None]:
         yield
 
 
-def compile_whole(function: nn.Module, compiler: str = "inductor") -> Callable[[Any], Tensor]:
+def compile_whole(function: Callable[..., Any], compiler: str = "inductor") -> Callable[..., Any]:
     """The function, compiled in one graph with static shapes.
 
     Inductor keeps what it makes of it on this machine, for the next process to start in seconds. Code for one processor
@@ -135,7 +135,7 @@ def compile_whole(function: nn.Module, compiler: str = "inductor") -> Callable[[
     except (OSError, OutputError):  # torch's own folder has a name that others may know
         kept = Path(tempfile.mkdtemp(prefix="lantern-hpu-"))
     os.environ[INDUCTOR_CACHE] = INDUCTOR_GIVEN or str(kept)
-    compiled: Callable[[Any], Tensor] = torch.compile(
+    compiled: Callable[..., Any] = torch.compile(
         function, backend=compiler, fullgraph=True, dynamic=False
     )
     return compiled
@@ -232,7 +232,7 @@ class Backend(ABC):
         layouts: ways to keep the matrices of linear layers. quantized: smaller formats for the target's weights.
         transfers: how the host hands work to the device.
         shares_pool: whether all recordings keep what they compute in one memory.
-        is_host: whether the device is the processor itself, which has the host's memory.
+        skips_guards: whether a compiled step leaves out the checks of its inputs once it is warm.
         overlaps: whether another thread's work may run at the same time as the steps, in what `own_stream` makes.
     """
 
@@ -245,6 +245,7 @@ class Backend(ABC):
     transfers: Transfers = Transfers()
     is_host = False
     shares_pool = False
+    skips_guards = False
     overlaps = False
 
     def __init__(self, graphs: str = "auto") -> None:  # noqa: B027 - most need not know
@@ -340,7 +341,7 @@ class Backend(ABC):
         """A line for each form that was chosen here by time, and is kept."""
         return []
 
-    def compile(self, function: nn.Module) -> Callable[[Any], Tensor]:
+    def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, compiled whole with static shapes."""
         return compile_whole(function)
 

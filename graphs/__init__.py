@@ -19,6 +19,7 @@ RUNNERS = {
     "eager": "lantern_hpu.graphs.base:EagerRunner",
     "strict": "lantern_hpu.graphs.strict:StrictRunner",
     "compile": "lantern_hpu.graphs.compiled:CompiledRunner",
+    "compile_layers": "lantern_hpu.graphs.compiled:CompiledLayersRunner",
 }
 
 

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from inspect import isgeneratorfunction
+from types import FunctionType
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from lantern_hpu.backends.base import Backend
 from lantern_hpu.errors import Arg, CaptureError
 from lantern_hpu.graphs.base import Function, Runner, State
 
-ENGINES = 64  # that may be compiled in one process
 SHOWN = 4  # lines of a compiler's error
+set_stance: Any = getattr(torch.compiler, "set_stance", None)  # from torch 2.6 on
+WARM = 2  # calls of a warm-up: the one that compiles, and one that finds what was compiled
 
 
 class CompiledRunner(Runner):
@@ -23,14 +30,18 @@ class CompiledRunner(Runner):
 
     def __init__(self, function: Function, state: State, backend: Backend) -> None:
         super().__init__(function, state, backend)
-        self.compiled = backend.compile(function)
+        self.compiled = self.compile()
+
+    def compile(self) -> Callable[[State], Tensor]:
+        """What a call runs."""
+        whole = self.backend.compile(own_code(type(self.function).forward))
+        return partial(whole, self.function)
 
     def __call__(self) -> Tensor:
         before, began = counters["stats"]["unique_graphs"], time.perf_counter()
         try:
-            # Each engine compiles its own step; the default limit of 8 is one for all of them together.
-            with torch._dynamo.config.patch(cache_size_limit=ENGINES):
-                result: Tensor = self.compiled(self.state)
+            with self.backend.errors(), without_guards() if self.unguarded else nullcontext():
+                result = self.compiled(self.state)
         except torch._dynamo.exc.TorchDynamoException as error:
             what = f"{type(self.function).__name__} cannot be compiled"
             raise CaptureError(what, reason(error), Arg("graphs", "eager")) from error
@@ -39,6 +50,79 @@ class CompiledRunner(Runner):
             self.stats.capture_seconds += time.perf_counter() - began
         self.stats.replays += 1
         return result
+
+    @property
+    def unguarded(self) -> bool:
+        """Whether guards over weights and state, which cost time in each step, are left out: on devices that do so,
+        after the warm-up.
+
+        Right because the code is the runner's own: there is one graph to choose from, and a state is never replaced.
+        """
+        warm = self.stats.replays >= WARM and self.stats.captures == 1
+        return self.backend.skips_guards and warm and set_stance is not None
+
+
+class CompiledLayersRunner(CompiledRunner):
+    """Each layer by itself, compiled once for all that are alike, as vllm-gaudi does; so are the stages around them,
+    where a stage has no layer in it. What is left runs operator by operator.
+
+    Smaller graphs: for a step that a device's compiler fails on as a whole, or needs too long for.
+    """
+
+    mode = "compile_layers"
+
+    def compile(self) -> Callable[[State], Tensor]:
+        function, compiled = self.function, self.backend.compile
+        lists = (part for part in function.modules() if isinstance(part, nn.ModuleList))
+        layers = [layer for part in lists for layer in part]
+        forwards = {kind: compiled(own_code(kind.forward)) for kind in set(map(type, layers))}
+        places = [(layer, "forward", partial(forwards[type(layer)], layer)) for layer in layers]
+        for name in getattr(function, "whole", ()):
+            stage = own_code(listed(getattr(type(function), name)))
+            places.append((function, name, partial(compiled(stage), function)))
+
+        def call(state: State) -> Tensor:
+            # Only meanwhile: others run the same layers uncompiled, to compare
+            for owner, name, part in places:
+                vars(owner)[name] = part
+            try:
+                result: Tensor = function(state)
+            finally:
+                for owner, name, _ in places:
+                    del vars(owner)[name]
+            return result
+
+        return call
+
+
+def without_guards() -> AbstractContextManager[object]:
+    stance: AbstractContextManager[object] = set_stance(skip_guard_eval_unsafe=True)
+    return stance
+
+
+def own_code(function: Any) -> Any:
+    """The same function with a code object of its own. torch's compiler keeps what it made by code object, so that one
+    engine's graphs are not looked for among the others', and go with it."""
+    own = FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    own.__kwdefaults__ = function.__kwdefaults__
+    return own
+
+
+def listed(function: Any) -> Any:
+    """A generator function as one that returns a list, which can be compiled by itself; others as they are."""
+    if not isgeneratorfunction(function):
+        return function
+
+    def whole(*args: Any) -> list[Any]:
+        return list(function(*args))
+
+    return whole
 
 
 def reason(error: Exception) -> str:

@@ -11,15 +11,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gaudi_emulator import emulate, hpex
+from gaudi_emulator import emulate, hpex, tracing
 from gaudi_emulator.lint.lint_model import rehearsed_captures
 from lantern_hpu.backends import get_backend
 from lantern_hpu.backends.hpu import backend as hpu_backend
 from lantern_hpu.backends.hpu.backend import HPUBackend, matmul_attention
 from lantern_hpu.backends.hpu.env import RECIPE_CACHE, RELEASES
 from lantern_hpu.cli import main
-from lantern_hpu.errors import CaptureError
+from lantern_hpu.errors import Arg, CaptureError, DeviceError, Words
 from lantern_hpu.graphs import make_runner
+from lantern_hpu.graphs.compiled import CompiledRunner
 from lantern_hpu.methods.relaxation import PRESETS, Clustered
 from lantern_hpu.methods.setting import METHODS, SMALL_TREE
 from lantern_hpu.ops import kernels
@@ -84,7 +85,7 @@ def test_rules_that_ask_for_q_are_recorded_and_draw_the_tokens_of_the_cpu(
 CELLS = [
     (method, graphs, release)
     for method in (*METHODS, "scd:tv=0.3@4", "scd@4:commit=2")
-    for graphs in ("hpu_graph", "compile")
+    for graphs in ("hpu_graph", "compile", "compile_layers")
     for release in RELEASES
 ]
 
@@ -114,8 +115,10 @@ def test_both_releases_draw_the_tokens_of_the_cpu_and_have_nothing_to_say(
         got, counts = draw_warm(pipeline, card, PROMPTS, seed=3, method=method, tree=tree)
         assert got.tokens.tolist() == expected.tokens.tolist()
         assert not rules(card, "error", "warn")
-        assert (got.graph["captures"], got.graph["recompiles_after_warmup"]) == (2, 0)
-        assert counts["graph_launches"] == got.graph["replays"]  # one a step, one for the prefix
+        assert got.graph["recompiles_after_warmup"] == 0
+        if graphs != "compile_layers":
+            assert got.graph["captures"] == 2
+            assert counts["graph_launches"] == got.graph["replays"]  # one a step, one a prefix
         assert counts["cpu_fallbacks"] == card.counts.cuts.total() == 0
 
 
@@ -171,6 +174,37 @@ def test_failed_capture_leaves_the_process_usable() -> None:
         state["x"].fill_(5)
         assert runner().tolist() == [6, 6]
         assert (runner.stats.captures, runner.stats.replays) == (1, 2)
+
+
+def test_warm_compiled_runners_leave_out_guards_and_never_run_each_others_graph() -> None:
+    """Two of one class and of one code, as engines of a model are: without guards nothing else tells them apart."""
+    with emulate(), torch.no_grad():
+        backend = get_backend("hpu", "compile")
+        states: list[Any] = [{"x": torch.ones(n, device=backend.device)} for n in (2, 3)]
+        runners = [make_runner(Fine(), state, backend, "compile") for state in states]
+        for turn in range(4):
+            for state, runner in zip(states, runners, strict=True):
+                assert isinstance(runner, CompiledRunner) and runner.unguarded == (turn >= 2)
+                state["x"].fill_(turn)
+                assert runner().tolist() == [turn + 1] * len(state["x"])
+        assert [(r.stats.captures, r.stats.replays) for r in runners] == [(1, 4), (1, 4)]
+
+
+def test_graph_that_gaudis_compiler_fails_on_is_answered_by_what_exists_in_the_mode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def failing(card: Any, graph: Any) -> Any:
+        raise RuntimeError("Graph compile failed. synStatus=synStatus 26 [Generic failure].")
+
+    monkeypatch.setattr(tracing, "lower", failing)
+    with emulate(), torch.no_grad():
+        backend = get_backend("hpu", "compile")
+        assert "compile_layers" in backend.graph_modes
+        state: Any = {"x": torch.ones(2, device=backend.device)}
+        with pytest.raises(DeviceError, match="could not make a recipe") as caught:
+            make_runner(Fine(), state, backend, "compile")()
+        hint = caught.value.hint
+        assert isinstance(hint, Words) and Arg("graphs", "compile_layers") in hint.args
 
 
 # Kernels

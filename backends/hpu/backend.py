@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lantern_hpu.backends import listed_words
 from lantern_hpu.backends.base import Backend, Memory, Transfers, compile_whole
@@ -36,6 +36,7 @@ LAZY_MODES = {
 }
 OTHER_MODES = {
     "compile": "torch.compile with hpu_backend; needs PT_HPU_LAZY_MODE=0",
+    "compile_layers": "each layer by itself, for a step too large for one graph; needs PT_HPU_LAZY_MODE=0",
     "eager": "one operator at a time: for finding faults; needs PT_HPU_LAZY_MODE=0",
 }
 
@@ -67,6 +68,7 @@ class HPUBackend(Backend):
     name = "hpu"
     device = torch.device("hpu")
     dtypes = DTYPES
+    skips_guards = True  # as vllm-gaudi does once it is warm
 
     def __init__(self, graphs: str = "auto") -> None:
         self.wanted = graphs
@@ -135,7 +137,7 @@ class HPUBackend(Backend):
     def candidates(self, dtype: torch.dtype) -> dict[str, Candidate]:
         return hpu_candidates(self, dtype)
 
-    def compile(self, function: nn.Module) -> Callable[[Any], Tensor]:
+    def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return compile_whole(function, "hpu_backend")
 
     @contextmanager

@@ -171,7 +171,13 @@ def log_folder() -> str | None:
 
 
 # Whether a graph mode needs lazy mode. HPU graphs exist in lazy mode alone, the compiler in the other alone.
-LAZY = {"hpu_graph": True, "hpu_graph_split": True, "compile": False, "eager": False}
+LAZY = {
+    "hpu_graph": True,
+    "hpu_graph_split": True,
+    "compile": False,
+    "compile_layers": False,
+    "eager": False,
+}
 
 ROOT = "habana_frameworks"  # Gaudi's Python package
 PLUGIN = "habana-torch-plugin"  # and the distribution that has it

@@ -66,8 +66,8 @@ capture must end on the (?:same )?stream
     no torch.hpu.stream(...) inside of what is recorded; start a new process
 graph compile failed|synNodeCreate\w* failed|{STATUS}26\b
     Gaudi's compiler could not make a recipe of the graph: an unsupported operation, type or size
-    graphs=hpu_graph_split for smaller graphs, kernels=plain without fused kernels,
-        `{LINT}`; HABANA_LOGS has the node
+    smaller graphs (graphs=hpu_graph_split in lazy mode, else graphs=compile_layers), kernels=plain
+        without fused kernels, `{LINT}`; HABANA_LOGS has the node
 is not yet supported on HPU
     Gaudi lacks an operation, or lacks it for this type, and PT_HPU_PLACE_ON_CPU forbids the processor
     unset PT_HPU_PLACE_ON_CPU; `{LINT}` lists such operations

@@ -94,7 +94,13 @@ class Accepted:
 
 
 class Step(nn.Module):
-    """One decode step for a batch of images, each at its own length."""
+    """One decode step for a batch of images, each at its own length.
+
+    Attributes:
+        whole: methods that may each be compiled by itself; all but the target's layers is in them.
+    """
+
+    whole = ("inputs", "draft", "arrange", "accept", "commit")
 
     def __init__(
         self,
@@ -149,10 +155,18 @@ class Step(nn.Module):
         if self.drafting is not None:
             yield from self.drafting.draft(length, uniform, state)
         else:
-            yield "draft", Drafts(state.root[:, None], None, self.alone(len(state.root)))
+            root = state.root[:, None].clone()  # no part of the state, which `commit` writes
+            yield "draft", Drafts(root, None, self.alone(len(state.root)))
 
     def verify(self, drafts: Drafts, length: Tensor, state: DecodeState) -> Tensor:
         """The target over the whole tree in one pass: features [R, M, F]."""
+        x, rope, mask, index, source = self.arrange(drafts, length, state)
+        return self.target(x, rope, mask, state.kv_cache, index, source, self.aux_layers)
+
+    def arrange(
+        self, drafts: Drafts, length: Tensor, state: DecodeState
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        """What `Target.forward` is given for the tree, but for the caches."""
         per_row, tables, valid = self.positions.per_row, drafts.tables, state.valid
         if self.target.decoder is not None:  # it leaves out rows that attend to nothing
             valid = valid & per_row(length < self.prefix + self.tokens - 1)[:, None]
@@ -163,7 +177,7 @@ class Step(nn.Module):
         if state.moves is not None:
             index, source = self.positions.with_moves(index, state.moves)
         x = self.target.embed(per_row(drafts.tokens))
-        return self.target(x, rope, mask, state.kv_cache, index, source, self.aux_layers)
+        return x, rope, mask, index, source
 
     def accept(
         self, hidden: Tensor, drafts: Drafts, uniform: Tensor, state: DecodeState
