@@ -33,7 +33,7 @@ class Device:
         package: without which it cannot be here. without: how to run its code where it is not.
         kernels: that it has forms of its own of; `Backend.candidates` gives them.
         modes: graph modes that `verify` asks. modes_apart: whether each needs a process of its own.
-        stages: what it asks of this device alone, each in a mode.
+        stages: what it asks and in which mode, the most informative first; if not given, what it asks of every device.
     """
 
     backend: str
@@ -62,9 +62,16 @@ BACKENDS = {
         package="habana_frameworks",
         without=shell("COMMAND", Arg("device", "hpu"), Arg("emulate", True)),
         kernels=("attention", "rms_norm", "rotate"),
-        modes=("hpu_graph", "compile"),
+        modes=("hpu_graph", "compile", "compile_layers"),
         modes_apart=True,
-        stages=(("facts", "hpu_graph"), ("facts", "eager"), ("cuts", "compile")),
+        # What ten minutes of a first hour should tell: whether kernels and caches are right, how fast that is, the same
+        # of compile mode; then what explains a wrong answer, and what takes long
+        stages=(
+            *(("kernels", "hpu_graph"), ("caches", "hpu_graph"), ("bench", "hpu_graph")),
+            *(("kernels", "compile"), ("caches", "compile"), ("cuts", "compile")),
+            *(("caches", "compile_layers"), ("facts", "hpu_graph"), ("facts", "eager")),
+            *(("methods", "hpu_graph"), ("methods", "compile"), ("distribution", "hpu_graph")),
+        ),
     ),
     "cuda": Device(
         "lantern_hpu.backends.cuda.backend:CUDABackend",

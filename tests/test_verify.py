@@ -25,6 +25,7 @@ from lantern_hpu.backends.candidates import Candidate
 from lantern_hpu.backends.cuda import kernels as triton
 from lantern_hpu.backends.cuda.backend import CUDABackend
 from lantern_hpu.backends.cuda.kernels import checks
+from lantern_hpu.backends.hpu import env as hpu_env
 from lantern_hpu.cli import main as run
 from lantern_hpu.decode.engine import Engine, GraphReport
 from lantern_hpu.graphs.strict import StrictRunner
@@ -35,6 +36,7 @@ from lantern_hpu.verify.ask import Asked, answer_all
 from lantern_hpu.verify.items import (
     CACHES,
     GROUPED,
+    KINDS,
     RECAPTURED,
     Question,
     Result,
@@ -151,7 +153,23 @@ def test_every_device_has_its_stages() -> None:
     kinds = [stage.kind for stage in stages_of("cuda")]
     assert kinds == ["kernels", "caches", "methods", "distribution", "bench", "caches", "methods"]
     assert "kernels" not in [stage.kind for stage in stages_of("cpu")]  # it has no forms of its own
-    assert [stage.name for stage in stages_of("hpu")][:2] == ["facts hpu_graph", "facts eager"]
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+def test_a_first_hour_on_gaudi_begins_with_what_tells_the_most(
+    lazy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stock torch has no lazy mode: all that is asked there is asked in the modes that exist."""
+    why = None if lazy else "a stock build"
+    monkeypatch.setattr(hpu_env, "unfit_plugin", lambda lazy: why)
+    names = [stage.name for stage in stages_of("hpu")]
+    first = "hpu_graph" if lazy else "compile"
+    assert names[:3] == [f"{kind} {first}" for kind in ("kernels", "caches", "bench")]
+    assert names.index("cuts compile") < names.index(f"methods {first}")
+    kinds = {stage.kind for stage in stages_of("hpu")}
+    assert kinds == set(KINDS) and len(names) == len(set(names)) == (12 if lazy else 8)
+    if not lazy:
+        assert not [name for name in names if "hpu_graph" in name]
 
 
 def test_stages_share_processes_where_a_device_allows_it() -> None:
@@ -270,6 +288,21 @@ def test_wrong_kernel_is_refuted_though_another_serves(
         assert numbers["serves"] in ("plain", "matmul_attention")
         others = [other for other in BACKENDS["hpu"].kernels if other != name]
         assert {question.answer(other)[0] for other in others} == {"confirmed"}
+
+
+@pytest.mark.parametrize("name", mostly_slow(BACKENDS["hpu"].kernels, "rms_norm"))
+def test_kernel_that_is_wrong_inside_a_compiled_graph_alone_is_refuted_and_does_not_serve(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, operator = hpex.run_fused, {"attention": "sdpa", "rotate": "rope"}.get(name, name)
+
+    def half(kernel: str, *rest: Any) -> Any:
+        spoils = torch.compiler.is_compiling() and kernel == operator
+        return real(kernel, *rest) * (0.5 if spoils else 1.0)
+
+    spoil = partial(monkeypatch.setattr, hpex, "run_fused", half)
+    detail, numbers = confirmed_then_refuted(name, spoil, "kernels", graphs="compile")
+    assert "is allowed" in detail and numbers["serves"] in ("plain", "matmul_attention")
 
 
 @pytest.mark.parametrize("where", ["group 1", "bfloat16"])

@@ -135,7 +135,14 @@ class HPUBackend(Backend):
         return hpu_kernels(self, dtype, sizes)
 
     def candidates(self, dtype: torch.dtype) -> dict[str, Candidate]:
-        return hpu_candidates(self, dtype)
+        found = hpu_candidates(self, dtype)
+        return {name: self.in_graph(each) for name, each in found.items()}
+
+    def in_graph(self, candidate: Candidate) -> Candidate:
+        """A candidate as steps call it: in compile mode inside of a graph, which may make something else of it."""
+        if self.lazy or self.wanted == "eager":
+            return candidate
+        return replace(candidate, make=lambda: self.compile(candidate.make()))
 
     def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return compile_whole(function, "hpu_backend")
@@ -277,6 +284,6 @@ def hpu_kernels(backend: HPUBackend, dtype: torch.dtype, sizes: Sizes | None = N
     served = Kernels(attention=matmul_attention)
     for name, candidate in hpu_candidates(backend, dtype, sizes or Grouped).items():
         with suppress(*LACKING):
-            if candidate.agrees():
+            if candidate.agrees() and backend.in_graph(candidate).agrees():
                 served = replace(served, **{name: candidate.make()})
     return served

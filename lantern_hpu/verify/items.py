@@ -70,19 +70,23 @@ class Result:
 
 
 def stages_of(device: str) -> list[Stage]:
-    """The stages of a device: facts, then a graph mode after the other, the cheapest first."""
-    known = BACKENDS[device]
+    """The stages of a device, in the order in which they are asked: its own, or a graph mode after the other, the
+    cheapest first."""
+    known, release = BACKENDS[device], hpu_env.release_of().name
     pairs = [(kind, mode) for kind in ("caches", "methods") for mode in known.modes]
     pairs += [(kind, known.modes[0]) for kind in ("distribution", "bench")]
     pairs += [("kernels", known.modes[0])] if known.kernels else []
-    release = hpu_env.release_of().name
-    stages = [Stage(*pair, device, release) for pair in (*known.stages, *pairs)]
+    pairs.sort(key=lambda pair: (known.modes.index(pair[1]), KINDS.index(pair[0])))
+    asked = dict.fromkeys(map(possible, known.stages or pairs))
+    return [Stage(*pair, device, release) for pair in asked]
 
-    def place(stage: Stage) -> tuple[bool, int, int]:
-        mode = known.modes.index(stage.graphs) if stage.graphs in known.modes else 0
-        return stage.kind != "facts", mode, KINDS.index(stage.kind)
 
-    return sorted(stages, key=place)
+def possible(pair: tuple[str, str]) -> tuple[str, str]:
+    """A kind with its mode, or where Gaudi's software has no lazy mode here with one outside it."""
+    kind, mode = pair
+    if not hpu_env.LAZY.get(mode) or hpu_env.unfit_plugin(lazy=True) is None:
+        return pair
+    return kind, "eager" if kind == "facts" else "compile"
 
 
 NO_FACTS = "gaudi_emulator, which has them, is not installed"
