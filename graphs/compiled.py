@@ -75,11 +75,15 @@ class CompiledLayersRunner(CompiledRunner):
         function, compiled = self.function, self.backend.compile
         lists = (part for part in function.modules() if isinstance(part, nn.ModuleList))
         layers = [layer for part in lists for layer in part]
-        forwards = {kind: compiled(own_code(kind.forward)) for kind in set(map(type, layers))}
-        places = [(layer, "forward", partial(forwards[type(layer)], layer)) for layer in layers]
-        for name in getattr(function, "whole", ()):
-            stage = own_code(listed(getattr(type(function), name)))
-            places.append((function, name, partial(compiled(stage), function)))
+        parts = {(type(part), name) for part in (function, *layers) for name in wholes(part)}
+        made = {
+            (kind, name): compiled(own_code(listed(getattr(kind, name)))) for kind, name in parts
+        }
+        places = [
+            (part, name, partial(made[type(part), name], part))
+            for part in (function, *layers)
+            for name in wholes(part)
+        ]
 
         def call(state: State) -> Tensor:
             # Only meanwhile: others run the same layers uncompiled, to compare
@@ -93,6 +97,12 @@ class CompiledLayersRunner(CompiledRunner):
             return result
 
         return call
+
+
+def wholes(part: nn.Module) -> tuple[str, ...]:
+    """The methods of a module that may each be compiled by itself."""
+    names: tuple[str, ...] = getattr(part, "whole", ())
+    return names
 
 
 def without_guards() -> AbstractContextManager[object]:

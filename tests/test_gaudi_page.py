@@ -11,10 +11,12 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
 
 from gaudi_emulator.lint.command import main
 from lantern_hpu.cli import module_of
 from scripts.docs.reference_pages import gaudi_flags
+from scripts.measure.gaudi_counts import GRAPHS, table
 from tests import plain_user
 from tests.folder import write_folder
 
@@ -51,6 +53,20 @@ def test_flags_of_the_page_are_those_that_are_set() -> None:
     section = GAUDI[GAUDI.index("## Flags") : GAUDI.index("## Several cards")]
     assert set(re.findall(r"`((?:PT|HABANA)_\w+)", section)) == {name for name, _ in in_code}
     assert set(re.findall(r"`(PT_\w+)=(\w+)`", section)) <= in_code
+
+
+@pytest.mark.slow
+def test_counts_of_a_step_are_those_of_the_page() -> None:
+    """All of them with the torch that the page names; others guard something else."""
+    rows = re.findall(r"^\| `[\w+]+` \| `\w+` \| \d.*", GAUDI, re.M)
+    asked = [re.findall(r"`([^`]+)`", row) for row in rows]
+    assert {mode for _, mode in asked} == set(GRAPHS) and len(rows) == 2 * len(GRAPHS)
+    of_the_page = torch.__version__.startswith("2.13")
+    for row, (method, mode) in zip(rows, asked, strict=True):
+        (line,) = [line for line in table("builtin", [method], [mode]) if line.startswith("| `")]
+        cells, wanted = ([cell.strip() for cell in text.split("|")] for text in (line, row))
+        assert cells[:6] == wanted[:6] and cells[7] == wanted[7]
+        assert not of_the_page or cells[6] == wanted[6]
 
 
 # The guide, by a user without rights. What stands for docker mounts as it does, and runs the command under the emulator

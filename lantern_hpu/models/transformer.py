@@ -213,6 +213,8 @@ class Block(nn.Module):
     Late ones of MammothModa2's have two SwiGLUs: `ffn` for image tokens, which alone a step has, `word_ffn` for words.
     """
 
+    whole = ("residual",)  # what may be compiled by itself, once for all layers
+
     def __init__(
         self,
         config: TransformerConfig,
