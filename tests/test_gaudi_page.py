@@ -60,7 +60,7 @@ def test_counts_of_a_step_are_those_of_the_page() -> None:
     """All of them with the torch that the page names; others guard something else."""
     rows = re.findall(r"^\| `[\w+]+` \| `\w+` \| \d.*", GAUDI, re.M)
     asked = [re.findall(r"`([^`]+)`", row) for row in rows]
-    assert {mode for _, mode in asked} == set(GRAPHS) and len(rows) == 2 * len(GRAPHS)
+    assert {mode for _, mode in asked} == set(GRAPHS)
     of_the_page = torch.__version__.startswith("2.13")
     for row, (method, mode) in zip(rows, asked, strict=True):
         (line,) = [line for line in table("builtin", [method], [mode]) if line.startswith("| `")]
