@@ -77,7 +77,8 @@ class CompiledLayersRunner(CompiledRunner):
         layers = [layer for part in lists for layer in part]
         parts = {(type(part), name) for part in (function, *layers) for name in wholes(part)}
         made = {
-            (kind, name): compiled(own_code(listed(getattr(kind, name)))) for kind, name in parts
+            (kind, name): compiled(own_code(returning_list(getattr(kind, name))))
+            for kind, name in parts
         }
         places = [
             (part, name, partial(made[type(part), name], part))
@@ -124,7 +125,7 @@ def own_code(function: Any) -> Any:
     return own
 
 
-def listed(function: Any) -> Any:
+def returning_list(function: Any) -> Any:
     """A generator function as one that returns a list, which can be compiled by itself; others as they are."""
     if not isgeneratorfunction(function):
         return function
