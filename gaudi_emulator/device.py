@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 LIMIT = int(94.62 * 2**30)  # bytes that software sees of a Gaudi 2
 CREDIT = 16  # host reads for setting up and for results; each launch earns one more
-LOOPED = 3  # reads of a value by one line, beyond which it stands in a loop if every second launch has one
+LOOPED = 3  # reads of a value by one line, beyond which it stands in a loop if each launch has one
 UPLOADS = 16  # uploads between two launches that are not reported
 VARIANTS = 4  # recipes that differ by a constant alone, beyond which they are reported
 SIZES = 8  # recipes that differ by shapes and are used once, beyond which they are reported
@@ -360,7 +360,7 @@ class Device:
         self.values_read += rule == "H001"
         site = call_site()
         self.read_at[site] += rule == "H001"
-        looped = self.read_at[site] > max(LOOPED, self.earned // 2)
+        looped = self.read_at[site] > max(LOOPED, self.earned - 1)
         each = rule == "H001" and (looped or self.values_read > max(CREDIT, self.earned - 1))
         detail = reason if within else f"{reason}: more than one read for each launched step"
         self.findings.hit(rule, detail, "error" if bad else "warn" if each else "info", site)

@@ -272,7 +272,7 @@ def test_a_prompt_that_is_no_text_is_an_error(tmp_path: Path) -> None:
     file = tmp_path / "prompts.json"
     for content in ('["cat", null]', '[{"prompt": null}]', '["cat", 7]'):
         file.write_text(content)
-        with pytest.raises(OptionError, match="no text"):
+        with pytest.raises(OptionError, match="not text"):
             read_prompts(file)
 
 

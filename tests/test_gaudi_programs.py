@@ -169,12 +169,13 @@ def hooks_before_a_fused_kernel_hear_of_one_gradient(card: Device) -> None:
         lambda t: kernels.normalization.FusedRMSNorm.apply(t, torch.ones(8, device="hpu"), 1e-6),
         lambda t: kernels.kernels.FusedSDPA.apply(t, t, t),
     ):
-        x.grad, between = None, x * 1.0
+        between = x * 1.0
         between.retain_grad()
         between.register_hook(heard.append)
         apply(between).sum().backward()
         assert between.grad is not None and x.grad is not None
         close(between.grad, x.grad.cpu())
+        x.grad = None
     assert len(heard) == 2
 
 
@@ -187,7 +188,7 @@ def norms_under_autocast_keep_their_weights(card: Device) -> None:
     low = x.bfloat16().float()
     with torch.autocast("hpu", dtype=torch.bfloat16):
         given = [t.to("hpu") for t in (x, weight, bias)]
-        groups = F.group_norm(given[0], 2, *given[1:])
+        groups = F.group_norm(given[0], 2, given[1], given[2])
         layers = F.layer_norm(given[0].mT, (8,), weight=given[1], bias=given[2])
     assert groups.dtype == layers.dtype == torch.bfloat16
     assert torch.equal(groups.cpu(), F.group_norm(low, 2, weight, bias).bfloat16())
@@ -286,6 +287,8 @@ def pinned_batches_go_to_the_card(card: Device) -> None:
 @program("hpu/graphs.py: a replay works on the storages of its capture", "lazy")
 def a_buffer_bound_anew_after_the_capture_is_named(card: Device) -> None:
     class Scaled(nn.Module):
+        scale: Tensor
+
         def __init__(self) -> None:
             super().__init__()
             self.register_buffer("scale", torch.ones(2, device="hpu") * 2)

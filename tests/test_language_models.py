@@ -406,7 +406,7 @@ def test_lumina_frames_other_sizes(public: Path) -> None:
     assert ids[-2:] == [8804 + 16, 8804 + 24] and sized.without(ids) == [8197, *ids[-2:]]
     assert "768x512" in sized.text("red")
     with pytest.raises(OptionError, match="height=496 width=768: allowed: multiples of 32"):
-        of_size(model.config.target, (496, 768), LUMINA)
+        of_size(model.config, (496, 768), LUMINA)
 
 
 def test_emu3s_own_tokenizer_is_read_by_the_names_of_its_class(public: Path) -> None:

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")
 
 # Of the embedded model, of 8 layers, and of its widening to 36; one image
 MOST = {
-    "ar": (76, 300),
+    "ar": (77, 301),
     "scd@16": (103, 327),
     "eagle@chain": (187, 412),
     "eagle@mc_sim_7b_63": (203, 429),

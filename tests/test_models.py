@@ -130,7 +130,7 @@ def test_tree_verification_equals_a_sequential_pass_over_each_path(name: str, va
     assert len(set(state.count.tolist())) > 1  # images of one batch stand at different places
     with torch.no_grad():
         trees = Drafts(drafts, None, StaticTables(tree)(images))
-        hidden = step.verify(trees, (state.count + config.prefix).repeat(2), state)
+        hidden = step.verify(trees, state.count + config.prefix, state)
     prefix, valid, _ = condition(config, PROMPTS)
     for image in range(images):
         rows = [image, image + images]
@@ -153,7 +153,7 @@ def test_drafter_catch_up_equals_one_pass_over_all_pairs(variant: str, sees_pads
     advance(engine, requests, 3)
     state, drafting = engine.state, engine.step_function.drafting
     assert isinstance(drafting, EagleDrafting)
-    length = (state.count + engine.target.config.prefix).repeat(2)
+    length = state.count + engine.target.config.prefix
     with torch.no_grad():
         guess = drafting.catch_up(length, state)
     prefix, valid, _ = condition(engine.target.config, PROMPTS)

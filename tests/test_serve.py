@@ -878,7 +878,7 @@ def test_greedy_and_weaker_relaxations_share_the_graph(
     )
     assert np.array_equal(first, second)
     exact = picture_of(server.post(prompt="cat", seed=4, method="lantern++", relax="lambda=1"))
-    assert np.array_equal(exact, wanted(pipeline, "cat", 4, "eagle"))
+    assert np.array_equal(exact, wanted(pipeline, "cat", 4, "eagle:verify=token"))
     assert server.metric("recompiles_after_readiness") == 0
 
 

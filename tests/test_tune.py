@@ -302,11 +302,15 @@ def test_choice_decides_the_method_only_if_none_is_named(model: Path) -> None:
     relaxed = pipeline.resolve("lantern++").relaxation
     assert pipeline.resolve("auto@auto", 2) == Resolved("ar")
     assert pipeline.resolve("lantern++@auto", 2) == Resolved("lantern++", relaxed, tree)
-    assert pipeline.resolve("eagle@auto", 2) == Resolved("eagle", EXACT, tree)
+    assert pipeline.resolve("eagle@auto", 2) == Resolved(
+        "eagle", replace(EXACT, verify="block"), tree
+    )
     mine = pipeline.resolve("auto:lambda=2:k=3@auto", 2)
     assert mine == Resolved("lantern++", Multiplicative(3, lam=2.0), tree)
     tuned_trees.save_tree(pipeline.situation("eagle", 2), tuned_trees.TunedTree(tree, 1.5))
-    assert pipeline.resolve("auto@auto", 2) == Resolved("eagle", EXACT, tree)
+    assert pipeline.resolve("auto@auto", 2) == Resolved(
+        "eagle", replace(EXACT, verify="block"), tree
+    )
     with pytest.raises(OptionError, match="none was tuned") as refused:
         pipeline.resolve("eagle@auto", 5)
     assert "there is one for batches of 2" in str(refused.value)
