@@ -61,7 +61,7 @@ NATIVE = 1_100  # lines of C of the product
 DATACLASSES = 115  # of the product
 OPTIONS = 42  # of `generate`
 FILES = 49  # whose functions run for `generate --prompt "a red apple"`
-LONGEST = 95  # lines of a function of the product
+LONGEST = 100  # lines of a function of the product
 
 
 def test_the_code_keeps_to_its_size() -> None:

@@ -237,7 +237,7 @@ def traverse_kernel(
     inner,  # I
     nodes,  # M
     depths,  # D
-    widest,  # C
+    most,  # C
     V: tl.constexpr,
     BLENDED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -260,7 +260,7 @@ def traverse_kernel(
     for node in range(nodes):
         tl.debug_barrier()  # what was stored is read by all threads
         chance = tl.load(numbers + node)
-        if tl.load(child + node * widest) > 0:
+        if tl.load(child + node * most) > 0:
             _, chance = tried(
                 p_probs,
                 q_probs,
@@ -271,7 +271,7 @@ def traverse_kernel(
                 tv,
                 numbers,
                 nodes,
-                widest,
+                most,
                 V,
                 BLENDED,
                 BLOCK,
@@ -285,21 +285,9 @@ def traverse_kernel(
     stop = tl.load(order + tl.min(tl.where(kept & (slot < nodes), slot, nodes), 0))
     tl.store(node_out + image, stop)
     chance = tl.load(numbers + nodes + stop)
-    if tl.load(child + stop * widest) > 0:
+    if tl.load(child + stop * most) > 0:
         p, _ = tried(
-            p_probs,
-            q_probs,
-            stop,
-            tokens,
-            child,
-            row,
-            tv,
-            numbers,
-            nodes,
-            widest,
-            V,
-            BLENDED,
-            BLOCK,
+            p_probs, q_probs, stop, tokens, child, row, tv, numbers, nodes, most, V, BLENDED, BLOCK
         )
         index = tl.arange(0, BLOCK)
         tl.store(left_out + image * V + index, p, mask=index < V)
@@ -318,7 +306,7 @@ def traverse_kernel(
                 bar = tl.load(uniform + node - 1) / chance
                 need = own / tl.maximum(tl.minimum(raised, drawn), TINY)
                 spent = tl.load(numbers + 2 * nodes + above)
-                is_first = tl.load(child + above * widest) == node
+                is_first = tl.load(child + above * most) == node
                 tl.store(relaxed_out + place, is_first & (spent > 0) & (bar >= need))
                 tl.store(spent_out + place, spent)
                 chance = tl.full([], 1.0, tl.float32)  # it is not the last of the path
