@@ -302,7 +302,9 @@ class Traversal(nn.Module):
             return Verdict(*self.walk(p, q, *tree, uniform, tv, budget))
         weight = torch.ones_like(p[:, :1, 0])  # [B, n] of the nodes of a depth
         left = None if budget is None else budget[:, None]  # [B, n]
-        chances, rests, blends = [], [], list[Blend]()
+        chances: list[Tensor] = []
+        rests: list[Tensor] = []
+        blends: list[Blend] = []
         for level in self.levels:
             here, drawn = p.index_select(1, level.row), q.index_select(1, level.row)  # [B, w, V]
             inner, target = weight.index_select(1, level.inner), here
