@@ -64,7 +64,7 @@ class CompiledRunner(Runner):
 
 class CompiledLayersRunner(CompiledRunner):
     """Each layer by itself, compiled once for all that are alike, as vllm-gaudi does; so are the stages around them,
-    where a stage has no layer in it. What is left runs operator by operator.
+    where a stage has no layer of the target in it. What is left runs operator by operator.
 
     Smaller graphs: for a step that a device's compiler fails on as a whole, or needs too long for.
     """

@@ -310,7 +310,7 @@ def test_cuda_drafts_as_was_measured_fastest_on_a_card() -> None:
 
 SIZE = "fastest here for a model of this size"
 DEVICE = "default on this device"
-MEASURED = "measured fastest with this model"
+MEASURED = "fastest with this model when it was packaged"
 
 
 @pytest.mark.parametrize(

@@ -584,7 +584,11 @@ def fastest_method(context: ResolveContext) -> tuple[str, Tree | None, str]:
             return name, replace(best.tree, file=None), "tuned"  # it is known by its name
     if context.fastest is not None and usable(context.fastest[0]):
         name, tree = context.fastest
-        return name, load_tree(tree) if tree else None, "measured fastest with this model"
+        return (
+            name,
+            load_tree(tree) if tree else None,
+            "fastest with this model when it was packaged",
+        )
     defaults = context.defaults
     if defaults.idle_arithmetic:
         name = defaults.method if usable(defaults.method) else "scd"

@@ -1,7 +1,7 @@
 """The functions of a step that devices have faster forms of, and their plain forms in torch.
 
-A backend hands out a `Kernels` with its own forms; each has a plain twin - here, in `sampling.py`, or the walk in
-`decode/accept.py` - and must agree with it.
+A backend hands out a `Kernels` with its own forms; each has a plain twin - here, in `sampling.py`, or where
+`Kernels` says - and must agree with it.
 """
 
 from __future__ import annotations
