@@ -85,9 +85,9 @@ def test_rules_that_ask_for_q_are_recorded_and_draw_the_tokens_of_the_cpu(
 CELLS = [
     (method, graphs, release)
     for method in (*METHODS, "scd:tv=0.3@4", "scd@4:commit=2")
-    for graphs in ("hpu_graph", "compile", "compile_layers")
+    for graphs in ("hpu_graph", "compile")
     for release in RELEASES
-]
+] + [(method, "compile_layers", "1.24") for method in ("ar", "eagle", "scd")]
 
 
 def small_tree(name: str) -> Tree | None:
