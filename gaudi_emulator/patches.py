@@ -124,7 +124,11 @@ def accelerator(card: Device) -> dict[str, Callable[..., Any]]:
     def here(answer: Callable[..., Any]) -> Callable[..., Any]:
         def call(real: Any, *args: Any) -> Any:
             loaded = card.loaded or card.autoloads
-            return answer(*args) if loaded and not card.tracing() else real(*args)
+            excluded = torch._C._dispatch_tls_local_exclude_set()
+            inside = card.tracing() or excluded.has(
+                torch._C.DispatchKey.Python
+            )  # of torch's own work
+            return answer(*args) if loaded and not inside else real(*args)
 
         return call
 
