@@ -309,9 +309,8 @@ def other_weights(
 
 # ------------------------------------------------------------------------------------------- draw
 
-BUSY = (
-    2  # programs a core that want to run: waiting for one another costs threads more than they gain
-)
+# Programs a core that want to run, from which on waiting for one another costs threads more than they gain
+BUSY = 2
 ONE_BY_ONE = "note: ar draws several images together; --batch-size 1 draws one after the other, with speculation"
 
 

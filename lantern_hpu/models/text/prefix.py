@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lantern_hpu.errors import OptionError
-from lantern_hpu.files import ASSETS
+from lantern_hpu.files import ASSETS, some_names
 from lantern_hpu.models.config import ConditionConfig, TransformerConfig
 from lantern_hpu.ops.buffers import ToDevice, to_device
 
@@ -98,7 +98,7 @@ class WordConditioner(nn.Module, TextConditioner):
     def notes(self, prompt: str) -> list[str]:
         words = self.split(prompt)
         result = []
-        known = f"it knows {some_words(self.words)}"
+        known = f"it knows {some_names(self.words, MOST_WORDS)}"
         if not any(word in self.index for word in words[: self.positions]):
             why = "no word of it is known to this model, so it may draw anything"
             result.append(f"{why}; {known}")
@@ -109,12 +109,6 @@ class WordConditioner(nn.Module, TextConditioner):
         if unknown and len(unknown) < len(words):
             result.append(f"words this model does not know: {', '.join(unknown)}; {known}")
         return result
-
-
-def some_words(known: Sequence[str]) -> str:
-    """The words of a vocabulary, or the first ones of a large one."""
-    more = f" and {len(known) - MOST_WORDS} more" if len(known) > MOST_WORDS else ""
-    return ", ".join(known[:MOST_WORDS]) + more
 
 
 def class_index(text: str) -> int:
