@@ -395,6 +395,7 @@ main(sys.argv[1:])
 """
 
 
+@pytest.mark.slow
 def test_what_a_killed_convert_left_is_cleared_by_the_next(model: Path, tmp_path: Path) -> None:
     words = [sys.executable, "-c", KILLED, str(model), str(tmp_path / "ours")]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

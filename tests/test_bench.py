@@ -325,6 +325,7 @@ def test_a_recorded_mode_keeps_its_first_engine_until_its_rows_are_done(
     assert not any(drawing.engines.engines for drawing in opened)
 
 
+@pytest.mark.slow
 def test_rows_that_take_turns_draw_what_they_draw_alone(
     pipeline: LanternPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -139,6 +139,7 @@ def test_batch_norm_takes_bfloat16_weights_with_float_statistics(
     assert all(t.grad is not None and t.grad.dtype == torch.bfloat16 for t in on)
 
 
+@pytest.mark.slow
 def test_an_emulator_that_is_never_left_ends_with_the_interpreter_in_silence() -> None:
     code = (
         "from gaudi_emulator import emulate\n"

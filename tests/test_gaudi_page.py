@@ -130,6 +130,7 @@ def test_commands_of_the_guide_have_options_that_exist() -> None:
         import_module(module_of(name)).make_parser().parse_args(args)
 
 
+@pytest.mark.slow
 def test_steps_of_the_guide_with_docker_run_for_a_user_without_rights() -> None:
     """The image, the card, serving; `verify` writes its report and page where the user can read them."""
     with plain_user.home() as folder:

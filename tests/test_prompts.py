@@ -137,6 +137,7 @@ def test_what_is_not_certain_is_refused_with_what_was_found(kind: str, tmp_path:
         read_prompts(saved(tmp_path, ending, content))
 
 
+@pytest.mark.slow
 def test_a_list_of_any_length_takes_time_by_its_length_alone(tmp_path: Path) -> None:
     """Minutes, where each name is compared with all others."""
     file = tmp_path / "prompts.json"

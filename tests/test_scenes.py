@@ -135,6 +135,7 @@ def test_a_snowy_land_is_white(noise: Noise) -> None:
     assert winter.mean() > summer.mean() + 60
 
 
+@pytest.mark.slow
 def test_a_picture_is_the_same_at_twice_the_size(noise: Noise) -> None:
     """Averaged over 2 x 2 pixels the larger one is the smaller one, but for grain; no other picture is as close."""
     larger = Noise(4 * SIDE)

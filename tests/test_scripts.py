@@ -272,6 +272,7 @@ def test_the_adversarial_gradient_gets_its_share() -> None:
         assert added.norm().item() == pytest.approx(0.5 * alone.norm().item(), rel=1e-2)
 
 
+@pytest.mark.slow
 def test_the_perceptual_distance_grows_with_damage() -> None:
     """Blurred and noisy pictures are further from the painted one the more they are so; the same is at 0."""
     distance, real = PerceptualLoss(), to_float(painted(0, 2).pixels)

@@ -85,6 +85,7 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
     assert (tmp_path / "apple.png").is_file()
 
 
+@pytest.mark.slow
 def test_outputs_that_the_notebook_keeps_are_those_of_its_code(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

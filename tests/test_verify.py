@@ -81,6 +81,7 @@ def test_emulated_card_confirms_and_a_second_run_asks_nothing_again(
     assert run(["verify", "--emulate", "--output", str(file)]) == 0
 
 
+@pytest.mark.slow
 def test_without_a_card_the_reason_stands_at_each_question(tmp_path: Path, one_stage: None) -> None:
     file = tmp_path / "card.json"
     assert run(["verify", "--output", str(file)]) == 1
