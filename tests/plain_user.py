@@ -41,7 +41,7 @@ def python() -> str:
     for path in (sys.executable, f"/usr/bin/{version}"):
         with home() as folder:
             # From a shell: setpriv itself still has root's way to an interpreter in root's home
-            done = run(["sh", "-c", f"{path} -c 'import lantern_hpu'"], folder, {})
+            done = run(["sh", "-c", f"{path} -c 'import torch, lantern_hpu'"], folder, {})
         if done.returncode == 0:
             return path
     pytest.skip("no interpreter that another user may run")
