@@ -36,9 +36,8 @@ class Lists:
     """Functions by what autocast does to their arguments."""
 
     lower: frozenset[Callable[..., Any]]
-    first: frozenset[
-        Callable[..., Any]
-    ]  # of `lower`, those that have the first argument cast alone
+    # Of `lower`, those that have the first argument cast alone
+    first: frozenset[Callable[..., Any]]
     float32: frozenset[Callable[..., Any]]
 
 

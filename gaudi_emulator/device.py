@@ -162,15 +162,14 @@ class Device:
             raw_kwargs["device"] = torch.device("cpu")
         if why := checks.falls_back(self, op, args, kwargs):
             self.fall_back(op, why)
-        if self.recording is not None:
-            for target in ops.written_arguments(op, raw_args, raw_kwargs):
+        for target in ops.written_arguments(op, raw_args, raw_kwargs):
+            if self.rehearsed is not None:
+                self.rehearsed.keep(target)
+            if self.recording is not None:
                 self.recording.keep(target)
                 if op.packet in checks.INDEX_WRITES and self.recording.write_by_index(target):
                     # Right in lazy mode; the same function under hpu_backend would be a chain.
                     self.findings.hit("H092", f"{op.name}; lazy mode keeps both", "info")
-        if self.rehearsed is not None:
-            for target in ops.written_arguments(op, raw_args, raw_kwargs):
-                self.rehearsed.keep(target)
         seed = self.next_seed(kwargs.get("generator")) if op.random else None
         result = self.compute(op, func, raw_args, raw_kwargs, seed)
         if self.lazy:

@@ -120,12 +120,9 @@ def load() -> None:
         show_device_module(card.modules[f"{ROOT}.torch.hpu"])
     sys.modules.update({name: m for name, m in card.modules.items() if name != ROOT})
     if distributed.is_available() and "hccl" not in distributed.Backend.backend_list:
+        # Collectives of cards are those of their processes' CPU tensors
+        over_gloo = distributed.ProcessGroupGloo
         distributed.Backend.register_backend("hccl", over_gloo, devices=["cpu", DEVICE])
-
-
-def over_gloo(store: Any, rank: int, size: int, timeout: Any) -> Any:
-    """Collectives of cards are those of their processes' CPU tensors."""
-    return distributed.ProcessGroupGloo(store, rank, size, timeout=timeout)
 
 
 def start(card: Device, real: Any, thread: threading.Thread) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
+from gaudi_emulator.lint.checks import no_bare_meta
 from gaudi_emulator.nested import mapped
 from gaudi_emulator.tensor import DEVICE, HPU, HPUTensor, is_hpu
 from lantern_hpu.backends.hpu.env import ROOT
@@ -85,9 +86,13 @@ def overwrites(card: Device) -> Iterator[None]:
     def grouped(real: Any, tensors: Any, *args: Any) -> dict[Any, Any]:
         """By device and format, for `clip_grad_norm_` and optimizers: C++ reads the device that torch itself sees."""
         groups = real(tensors, *args).items()
-        ours = [any(isinstance(t, HPUTensor) for t in lists[0]) for _, (lists, _) in groups]
+        ours = [any_of_card(lists[0]) for _, (lists, _) in groups]
         places = zip(ours, groups, strict=True)
         return {(HPU if here else at, dtype): group for here, ((at, dtype), group) in places}
+
+    def gradients(real: Any, outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
+        no_bare_meta([*outputs, *grads] if any_of_card(outputs) else (), "a gradient")
+        return real(outputs, grads, *args, **kwargs)
 
     def enter(real: Any, context: Any) -> Any:
         if context.device == "cuda":
@@ -104,6 +109,7 @@ def overwrites(card: Device) -> Iterator[None]:
             (torch, "load", load),
             (torch.utils, "swap_tensors", swap),
             (Tensor, "record_stream", record),
+            (torch.autograd, "_make_grads", gradients),
             (torch._C, "_group_tensors_by_device_and_dtype", grouped),
         ):
             stack.enter_context(wrapped(owner, name, function))
@@ -125,9 +131,7 @@ def accelerator(card: Device) -> dict[str, Callable[..., Any]]:
         def call(real: Any, *args: Any) -> Any:
             loaded = card.loaded or card.autoloads
             excluded = torch._C._dispatch_tls_local_exclude_set()
-            inside = card.tracing() or excluded.has(
-                torch._C.DispatchKey.Python
-            )  # of torch's own work
+            inside = card.tracing() or excluded.has(torch._C.DispatchKey.Python)  # torch's own work
             return answer(*args) if loaded and not inside else real(*args)
 
         return call
@@ -161,6 +165,10 @@ def made_on_the_host() -> Iterator[None]:
         yield
     finally:
         torch._C._set_only_lift_cpu_tensors(before)
+
+
+def any_of_card(values: Iterable[object]) -> bool:
+    return any(isinstance(value, HPUTensor) for value in values)
 
 
 def detached_copy(tensor: Tensor) -> Tensor:

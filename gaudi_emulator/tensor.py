@@ -58,17 +58,11 @@ class HPUTensor(Tensor):
     def device(self) -> torch.device:  # type: ignore[override]
         return HPU
 
-    @property
-    def is_hpu(self) -> bool:
-        return True
+    is_hpu = True
+    is_meta = is_cpu = False
 
-    @property
-    def is_meta(self) -> bool:  # type: ignore[override]
-        return False
-
-    @property
-    def is_cpu(self) -> bool:  # type: ignore[override]
-        return False
+    def get_device(self) -> int:
+        return 0
 
     def data_ptr(self) -> int:
         return self.raw.data_ptr()

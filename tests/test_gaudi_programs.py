@@ -27,6 +27,7 @@ from gaudi_emulator.device import Device
 from lantern_hpu.backends.hpu.env import ROOT
 
 META_AND_CARD = "at least two devices, hpu:0 and meta"
+FORMATS = (torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -339,6 +340,238 @@ def modules_of_the_package_can_be_imported_and_their_names_refuse(card: Device) 
         kernels.is_gqa(1)
     with pytest.raises(ModuleNotFoundError, match="no_such_part"):
         import_module(f"{ROOT}.torch.no_such_part")
+
+
+# Randomness, accumulation, states of models
+
+
+@program("tests/pytest_working/any_mode/test_hpu_rng_state.py; hpu/random.py")
+def a_state_of_the_generator_draws_the_same_numbers_again(card: Device) -> None:
+    hpu = import_module(f"{ROOT}.torch.hpu")
+    torch.manual_seed(3)
+    state, before = hpu.get_rng_state(), torch.get_rng_state()
+    first = torch.rand(8, device="hpu")
+    assert not torch.equal(first.cpu(), torch.rand(8, device="hpu").cpu())
+    hpu.set_rng_state(state)
+    close(torch.rand(8, device="hpu"), first.cpu())
+    hpu.manual_seed(4)
+    assert torch.equal(torch.get_rng_state(), before), (
+        "the host's numbers have a state of their own"
+    )
+    hpu.manual_seed_all(3)
+    close(torch.rand(8, device="hpu"), first.cpu())
+
+
+@program(
+    "hpu/__init__.py, _initialized; torch.utils.checkpoint; optimum-habana, gradient_checkpointing"
+)
+def layers_computed_twice_drop_the_same_numbers(card: Device) -> None:
+    checkpoint = import_module("torch.utils.checkpoint").checkpoint
+    model = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.5), nn.Linear(16, 4)).to("hpu")
+    x = torch.randn(3, 4, device="hpu")
+    found = []
+    for run in (model, lambda x: checkpoint(model, x, use_reentrant=False)):
+        model.zero_grad()
+        torch.manual_seed(5)
+        y = run(x)
+        y.square().sum().backward()
+        found.append((y.detach().cpu(), model[0].weight.grad.cpu()))  # type: ignore[union-attr]
+    for plain, again in zip(*found, strict=True):
+        close(again, plain)
+
+
+@program("docs.habana.ai, PyTorch Gradient Accumulation; Model-References, trainers")
+def gradients_of_parts_add_to_those_of_the_batch(card: Device) -> None:
+    core = import_module(f"{ROOT}.torch.core")
+    twin = nn.Linear(4, 3)
+    model = copy.deepcopy(twin).to("hpu")
+    x = torch.randn(6, 4)
+    twin(x).square().sum().backward()
+    for part in x.to("hpu").chunk(3):
+        model(part).square().sum().backward()
+        core.mark_step()
+    assert model.weight.grad is not None and twin.weight.grad is not None
+    close(model.weight.grad, twin.weight.grad, 1e-4)
+
+
+@program("tests/pytest_working/any_mode/test_ema.py; torch.optim.swa_utils")
+def averages_of_weights_follow_them(card: Device) -> None:
+    averaging = import_module("torch.optim.swa_utils")
+    found = []
+    for device in ("cpu", "hpu"):
+        torch.manual_seed(0)
+        layer = nn.Linear(4, 4)
+        model = nn.Sequential(layer, nn.BatchNorm1d(4)).to(device)
+        average = averaging.AveragedModel(
+            model, multi_avg_fn=averaging.get_ema_multi_avg_fn(0.9), use_buffers=True
+        )
+        for number in range(3):
+            with torch.no_grad():
+                model(torch.linspace(-1, number, 12).view(3, 4).to(device))
+                layer.weight.mul_(1.5)
+            average.update_parameters(model)
+        found.append({name: value.cpu() for name, value in average.state_dict().items()})
+    for name, value in found[0].items():
+        close(found[1][name], value)
+
+
+@program("torch.load(map_location='hpu'); optimum-habana, resume_from_checkpoint")
+def a_training_that_was_saved_goes_on_as_if_it_had_not_stopped(card: Device) -> None:
+    def learn(model: nn.Module, learner: torch.optim.Optimizer) -> None:
+        learner.zero_grad()
+        model(torch.ones(2, 4, device="hpu")).square().sum().backward()
+        learner.step()
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(4, 3).to("hpu")
+        return model, torch.optim.Adam(model.parameters(), lr=0.1)
+
+    model, learner = made()
+    learn(model, learner)
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "state.pt"
+        torch.save({"model": model.state_dict(), "learner": learner.state_dict()}, file)
+        for device in ("hpu", "cpu"):
+            state = torch.load(file, map_location=device, weights_only=True)
+            assert {value.device.type for value in state["model"].values()} == {device}
+            other, again = made()
+            other.load_state_dict(state["model"])
+            again.load_state_dict(state["learner"])
+            learn(other, again)
+            if device == "hpu":
+                learn(model, learner)
+            close(other.weight, model.weight.cpu())  # type: ignore[arg-type]
+
+
+@program("tests/pytest_working/any_mode/test_fused_adam.py; torch.optim.Adam(fused=True)")
+def a_fused_optimizer_is_the_plain_one(card: Device) -> None:
+    twin = nn.Linear(4, 3)
+    model = copy.deepcopy(twin).to("hpu")
+    for one, fused in ((twin, False), (model, True)):
+        learner = torch.optim.Adam(one.parameters(), lr=0.1, weight_decay=0.1, fused=fused)
+        for _ in range(3):
+            learner.zero_grad()
+            one(torch.ones(2, 4, device="hpu" if fused else "cpu")).square().sum().backward()
+            learner.step()
+    close(model.weight, twin.weight)
+
+
+# Indices
+
+
+@program("any_mode/simple_ops/test_hpu_scatter_with_reduce.py, test_hpu_index_reduce.py")
+def places_named_twice_are_reduced(card: Device) -> None:
+    x, source = torch.arange(4.0), torch.tensor([5.0, -2.0, 3.0])
+    where = torch.tensor([1, 1, 3])
+    for reduce in ("sum", "prod", "amax", "amin", "mean"):
+        got = x.to("hpu").scatter_reduce(0, where.to("hpu"), source.to("hpu"), reduce)
+        close(got, x.scatter_reduce(0, where, source, reduce))
+    for reduce in ("prod", "amax", "amin"):
+        got = x.to("hpu").index_reduce(0, where.to("hpu"), source.to("hpu"), reduce)
+        close(got, x.index_reduce(0, where, source, reduce))
+
+
+@program("any_mode/simple_ops/test_index_put_4d.py, test_index.py")
+def masks_and_numbers_index_together(card: Device) -> None:
+    x = torch.arange(24.0).view(2, 3, 4)
+    mask, rows = torch.tensor([True, False, True]), torch.tensor([1, 0])
+    here = x.to("hpu")
+    close(here[:, mask.to("hpu")], x[:, mask])
+    close(here[rows.to("hpu"), :, 2], x[rows, :, 2])
+    here[:, mask.to("hpu"), 1] = -1.0
+    x[:, mask, 1] = -1.0
+    here.index_put_((rows.to("hpu"), rows.to("hpu")), torch.ones(4, device="hpu"), accumulate=True)
+    x.index_put_((rows, rows), torch.ones(4), accumulate=True)
+    close(here, x)
+
+
+@program("torch.autograd.grad with grad_outputs")
+def gradients_come_in_from_the_card_alone(card: Device) -> None:
+    x = torch.ones(3, device="hpu", requires_grad=True)
+    (found,) = torch.autograd.grad(x * 2, x, grad_outputs=torch.full((3,), 3.0, device="hpu"))
+    assert found.tolist() == [6] * 3
+    with pytest.raises(RuntimeError, match=META_AND_CARD):
+        torch.autograd.grad(x * 2, x, grad_outputs=torch.ones(3, device="meta"))
+    with pytest.raises(RuntimeError, match=META_AND_CARD):
+        (x * 2).backward(torch.ones(3, device="meta"))
+
+
+# Graphs
+
+
+@program("hpu/graphs.py, input_hash: the format is in the key from 1.24 on", "lazy")
+@program("hpu/graphs.py, input_hash: the format is not in the key", "lazy", "1.19")
+def a_wrapped_function_has_a_graph_for_each_key(card: Device) -> None:
+    hpu = import_module(f"{ROOT}.torch.hpu")
+    keys = [hpu.graphs.input_hash((torch.ones(2, dtype=t, device="hpu"),)) for t in FORMATS]
+    assert len(set(keys)) == (2 if card.release.key_has_dtype else 1)
+    calls: list[int] = []
+
+    def double(x: Tensor, factor: int = 2) -> Tensor:
+        calls.append(factor)
+        return x * factor
+
+    graphed = hpu.wrap_in_hpu_graph_func(double)
+    for factor in (2, 2, 3, 3, 2):
+        assert graphed(torch.ones(2, device="hpu"), factor=factor).tolist() == [factor] * 2
+    assert set(calls) == {2, 3}
+
+
+@program("hpu/graphs.py: graphs are of lazy mode alone from 1.24 on", "eager")
+def graphs_outside_lazy_mode_are_refused(card: Device) -> None:
+    hpu = import_module(f"{ROOT}.torch.hpu")
+    with pytest.raises(RuntimeError, match="lazy mode only"):
+        hpu.HPUGraph()
+
+
+@program("tests/pytest_working/lazy/test_capture_replay_inplace.py", "lazy")
+def a_capture_executes_what_it_records(card: Device) -> None:
+    hpu = import_module(f"{ROOT}.torch.hpu")
+    x, graph = torch.zeros(2, device="hpu"), hpu.HPUGraph()
+    with hpu.graph(graph):
+        x += 1
+    graph.replay()
+    hpu.synchronize()
+    assert x.tolist() == [2, 2]
+
+
+@program("hpu_ops/cpu_fallback.cpp: not in a capture", "lazy")
+def what_the_card_lacks_cannot_be_captured(card: Device) -> None:
+    hpu = import_module(f"{ROOT}.torch.hpu")
+    x = torch.tensor([4, 6], dtype=torch.int32, device="hpu")
+    assert torch.gcd(x, x + 2).tolist() == [2, 2] and card.counts.fallbacks
+    with pytest.raises(RuntimeError, match="cpu fallback is not supported"):
+        hpu.wrap_in_hpu_graph_func(torch.gcd)(x, x)
+
+
+@program("hpu/metrics: graph_compilation, cpu_fallback", "lazy")
+def counters_tell_what_was_compiled_and_what_fell_back(card: Device) -> None:
+    hpu = import_module(f"{ROOT}.torch.hpu")
+    metrics = import_module(f"{ROOT}.torch.hpu.metrics")
+    x = torch.tensor([4, 6], dtype=torch.int32, device="hpu")
+    with metrics.metric_localcontext("cpu_fallback") as fell:
+        torch.gcd(x, x).tolist()
+    with metrics.metric_localcontext("graph_compilation") as made:
+        for length in (3, 3, 5):
+            (torch.ones(length, device="hpu") * 2).sum().item()
+            hpu.synchronize()
+    assert fell.stats()[0][1] == 1 and made.stats()[0][1] == 2
+
+
+@program("torch.compile of a training step; any_mode/compile tests", "eager")
+def a_compiled_step_learns_as_a_plain_one(card: Device) -> None:
+    twin = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 2))
+    model = copy.deepcopy(twin).to("hpu")
+    run = compiled(model)
+    x = torch.randn(3, 4)
+    for one, call, data in ((twin, twin, x), (model, run, x.to("hpu"))):
+        learner = torch.optim.SGD(one.parameters(), lr=0.1)
+        for _ in range(2):
+            learner.zero_grad()
+            call(data).square().mean().backward()
+            learner.step()
+    for here, there in zip(model.parameters(), twin.parameters(), strict=True):
+        close(here, there)
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.id)
