@@ -43,6 +43,7 @@ def test_promise_a_table_an_animation_and_its_last_frame(
     folder = tmp_path / "race"
     assert run(tiny, folder, "--method", METHODS, "--turns", "2") == 0
     said = capsys.readouterr()
+    assert f"lantern-hpu tune --method scd --model {tiny}\n" in said.out
     assert sorted(file.name for file in folder.iterdir()) == ["race.gif", "race.json", "race.png"]
     content = (folder / "race.json").read_bytes()
     report = json.loads(content)

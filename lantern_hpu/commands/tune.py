@@ -111,7 +111,7 @@ def tune_trees(args: argparse.Namespace, argv: Sequence[str]) -> None:
         tuning = run_tuning(pipeline, options, prompts, counts)
         print(tuning_text(tuning))
         if tuning.doubt:
-            hint = words("the same command when nothing else runs here, or more", Arg("num_images"))
+            hint = "the same command when nothing else runs here"
             raise DeviceError("nothing is saved", tuning.doubt, hint)
         whole = tuning_report(pipeline, options, tuning, situation, argv)
     tree, report = tuned_trees.tree_file(tuning.best.tree), json.dumps(whole, indent=1).encode()

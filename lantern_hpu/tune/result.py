@@ -47,6 +47,8 @@ class TunedRow:
 
     @property
     def name(self) -> str:
+        if self.expected is None:  # a window
+            return self.tree.name.replace(":", "@") if self.tree.depth else "ar"
         return self.tree.name if self.tree.depth else "ar"
 
     def times_as_fast(self, other: TunedRow) -> tuple[float, ...]:
@@ -70,7 +72,7 @@ class TuningResult:
     Attributes:
         counts, costs: of trees; None of windows.
         rows: `ar`, the tree that was expected to be best, the named trees; or `ar` and the windows by width.
-        spread: how many times as long as a row's fastest batch one of its others took a step, at most.
+        spread: how many times as long as a row's fastest batch the median one took a step, at most.
     """
 
     counts: ChildCounts | None
@@ -89,7 +91,10 @@ class TuningResult:
                 cannot = f"{row.name} cannot be faster than its tokens a step"
                 return f"{took}, one of ar {least:.1f}: {cannot}"
         if self.spread > MOST_SPREAD:
-            return f"equal steps took up to {self.spread:.1f} times as long as others: the machine was busy"
+            took = (
+                f"half of equal steps took {self.spread:.1f} times as long as the fastest, or more"
+            )
+            return f"{took}: the machine was busy"
         return ""
 
     @property

@@ -135,7 +135,7 @@ class Tuner:
         """Whole batches of images with each tree, in turns, so that a drift of the machine's speed meets all alike.
 
         Returns the rows, by the median of a tree's batches, and how many times as long as a tree's fastest batch
-        one of its others took a step, at most.
+        that median is, at most.
         """
         drawn: list[list[tuple[int, RunStats]]] = [[] for _ in trees]  # steps of a batch's images
         for number in range(self.batches):
@@ -150,7 +150,7 @@ class Tuner:
             run = sum(timing.steps for _, timing in batches)
             rate = tokens / sum(steps for steps, _ in batches)
             rows.append(TunedRow(tree, hoped, Figures(rate, step, step * run / tokens)))
-        return rows, max(max(times) / min(times) for times in each)
+        return rows, max(statistics.median(times) / min(times) for times in each)
 
     def draw_batch(self, tree: DraftTree, number: int) -> tuple[int, RunStats]:
         """One batch with a tree. -> steps of its images, and its timing"""

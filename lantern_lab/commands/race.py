@@ -20,7 +20,7 @@ from lantern_hpu.bench.report import heading
 from lantern_hpu.commands import options
 from lantern_hpu.commands.generate import busy_note
 from lantern_hpu.core import check_prompt
-from lantern_hpu.errors import OutputError, exit_code
+from lantern_hpu.errors import Arg, OutputError, exit_code, shell
 from lantern_hpu.fields import MAX_SEED, check_ranges, option
 from lantern_hpu.files import ASSETS, own_cache, sha256
 from lantern_hpu.methods.setting import Setting
@@ -86,7 +86,8 @@ def race(
     from lantern_hpu.pipeline import LanternPipeline
     from lantern_lab import race
 
-    loaded = LanternPipeline.from_pretrained(model_of(asked.model), **vars(device))
+    model = model_of(asked.model)
+    loaded = LanternPipeline.from_pretrained(model, **vars(device))
     with closing(loaded) as pipeline, staged(asked.output) as folder:
         resolved = list(dict.fromkeys(pipeline.resolve(setting) for setting in settings))
         if busy := busy_note(pipeline):
@@ -97,7 +98,9 @@ def race(
         about = {"prompt": asked.prompt, "seed": asked.seed, "turns": asked.turns, "rows": rows}
         race.write_race(folder, runs, heading("lantern_hpu.race", pipeline, argv) | about)
     found = race.table(rows)
-    return aligned([found.head, *found.lines]).replace("`", "")
+    text = aligned([found.head, *found.lines]).replace("`", "")
+    tune = shell("tune", Arg("method", "scd"), Arg("model", model))
+    return f"{text}\n\nto find the fastest window of this model on this machine:\n  {tune}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
