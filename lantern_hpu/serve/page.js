@@ -40,9 +40,9 @@ async function begin() {
   at("right").append(new Option("(none)", ""));
   at("right").selectedIndex = Math.min(1, names.length);
   const relaxed = [...new Set(names.flatMap((name) => served[name].relaxations))];
-  const own = relaxed.length ? "the method's own" : "none (serve --allow)";
-  at("relax").replaceChildren(new Option(own, ""), ...relaxed.map((name) => new Option(name)));
-  at("relax").disabled = !relaxed.length;
+  at("relax").replaceChildren(new Option("the method's own", ""), ...relaxed.map((name) => new Option(name)));
+  at("relaxation").hidden = !relaxed.length;
+  at("unrelaxed").hidden = relaxed.length > 0;
 }
 
 // A fixed schedule is not lossless, and so part of the title.
