@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-#define LANTERN_ABI 7
+#define LANTERN_ABI 8
 
 /* Number formats: of the matrices, and of activations, caches and features. */
 #define BFLOAT16 0
@@ -22,7 +22,8 @@ typedef struct {
 /* One layer, by the names of `Block` in `models/transformer.py`; what a family lacks is null. Norms and biases are float32. */
 typedef struct {
     const float *attention_norm, *attention_post_norm, *ffn_norm, *ffn_post_norm;  /* [dim] */
-    const float *q_norm, *q_norm_bias, *k_norm, *k_norm_bias;  /* [heads, head_dim], [kv, head_dim] */
+    /* [heads, head_dim], [kv, head_dim]; of norms by root mean square [head_dim] for all heads, without a bias */
+    const float *q_norm, *q_norm_bias, *k_norm, *k_norm_bias;
     Matrix qkv, out, gate_up, down, word_gate_up, word_down;
     void *keys, *values;  /* the cache, see Call */
 } Layer;

@@ -179,19 +179,19 @@ static void NAME(multiply)(const INPUT *x, int64_t rows, const Matrix *matrix, c
 
 /* ---------------------------------------------------------------- norms */
 
-/* The factor of a root-mean-square norm of activations, or of floats. */
-ALWAYS V NAME(scale)(const Call *c, const void *x, const int64_t format) {
+/* The factor of a root-mean-square norm of `size` activations, or floats. */
+ALWAYS V NAME(scale)(const Call *c, const void *x, int64_t size, const int64_t format) {
     V squares = SET(0.0f);
-    for (int64_t i = 0; i < c->dim; i += LANES) {
+    for (int64_t i = 0; i < size; i += LANES) {
         V value = NAME(load)(x, i, format);
         squares = FMA(value, value, squares);
     }
-    return SET(1.0f / sqrtf(NAME(sum)(squares) / (float)c->dim + (float)c->eps));
+    return SET(1.0f / sqrtf(NAME(sum)(squares) / (float)size + (float)c->eps));
 }
 
 /* Into activations or inputs; without a weight as it is. */
 ALWAYS void NAME(norm)(const Call *c, const ACT *x, const float *weight, void *y, const int64_t format) {
-    V scale = weight ? NAME(scale)(c, x, ACTS) : SET(1.0f);
+    V scale = weight ? NAME(scale)(c, x, c->dim, ACTS) : SET(1.0f);
     for (int64_t i = 0; i < c->dim; i += LANES) {
         V value = LOAD_ACT(x, i) * scale;
         if (weight) value *= LOAD(weight + i);
@@ -201,7 +201,7 @@ ALWAYS void NAME(norm)(const Call *c, const ACT *x, const float *weight, void *y
 
 /* x += norm(part): of families with norms behind attention and SwiGLU, too. */
 static void NAME(add_normed)(const Call *c, const float *part, const float *weight, ACT *x) {
-    V scale = NAME(scale)(c, part, FLOAT32);
+    V scale = NAME(scale)(c, part, c->dim, FLOAT32);
     for (int64_t i = 0; i < c->dim; i += LANES)
         STORE_ACT(x, i, FMA(LOAD(part + i) * scale, LOAD(weight + i), LOAD_ACT(x, i)));
 }
@@ -245,7 +245,11 @@ ALWAYS void NAME(turn)(
     int64_t size = pass->call->head_dim, pairs = size / 2, interleaved = pass->call->interleaved;
     int64_t step = interleaved ? 2 : 1, far = interleaved ? 1 : pairs;
     const float *rope = pass->call->rope + token * size;
-    if (weight) NAME(head_norm)(x, weight + head * size, bias + head * size, size);
+    if (bias) NAME(head_norm)(x, weight + head * size, bias + head * size, size);
+    else if (weight) {
+        V scale = NAME(scale)(pass->call, x, size, FLOAT32);
+        for (int64_t i = 0; i < size; i += LANES) STORE(x + i, LOAD(x + i) * scale * LOAD(weight + i));
+    }
     for (int64_t i = 0; i < pairs; i++) {
         float a = x[i * step], b = x[i * step + far], cos = rope[i], sin = rope[pairs + i];
         pass->turned[i * step] = a * cos - b * sin;
