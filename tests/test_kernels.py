@@ -828,9 +828,10 @@ def test_target_with_forms_of_products_is_the_plain_one(device: str, bias: bool)
 
 
 @on_devices
-def test_target_with_kernels_is_the_plain_one(device: str) -> None:
+@pytest.mark.parametrize("norms", [{"qk_norm": True}, {"qk_norm": "rms", "head_size": 48}])
+def test_target_with_kernels_is_the_plain_one(device: str, norms: dict[str, Any]) -> None:
     """Over a cache, whose capacity lets several programs share the keys."""
-    config, rows, size = tiny_config(kv_heads=1, qk_norm=True), 2, 128
+    config, rows, size = tiny_config(kv_heads=1, **norms), 2, 128
     weights = tiny_models(config)[0].state_dict()
     random = Random(6, device)
     x, rope = random.normal(rows, 7, config.dim), rope_table(config, 7).to(device)

@@ -38,6 +38,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "1d half": {"rope": "1d", "rope_pairs": "half"},
     "zero prefix": {"rope_prefix": "zero"},
     "chameleon": {"rope": "1d", "rope_pairs": "half", "qk_norm": True, "heads": 4, "kv_heads": 1},
+    "wide heads": {"rope": "1d", "qk_norm": "rms", "heads": 4, "kv_heads": 2, "head_size": 24},
 }
 PROMPTS = ["abcd", "xy", "q"]  # the last two are padded on the left
 

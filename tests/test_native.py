@@ -46,6 +46,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "janus": LLAMA,
     "chameleon": {"qk_norm": True, "heads": 4, **LLAMA},
     "emu3": {"heads": 4, "kv_heads": 2, **LLAMA},
+    "emu3.5": {"heads": 4, "kv_heads": 2, "head_size": 48, "qk_norm": "rms", **LLAMA},
     "qwen2": {"heads": 4, "kv_heads": 1, "qkv_bias": True, **LLAMA},
     "mammothmoda2": {"heads": 4, "qkv_bias": True, "word_layers": 2, "word_rows": 9, **LLAMA},
     "glm": {"heads": 4, "kv_heads": 2, "qkv_bias": True, "sandwich_norms": True, **LLAMA},

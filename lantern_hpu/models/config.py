@@ -71,7 +71,10 @@ class TransformerConfig:
     # LlamaGen's condition positions have cos = sin = 0, so their queries and keys vanish; "identity"
     # leaves them unrotated, and image tokens can look at single words.
     rope_prefix: Literal["zero", "identity"] = "zero"
-    qk_norm: bool = False  # Chameleon normalises each head's queries and keys
+    # Norms of each head's queries and keys: True, LayerNorm with a weight and a bias a head (Chameleon); "rms", by root
+    # mean square with one weight for all heads (Emu3.5)
+    qk_norm: bool | Literal["rms"] = False
+    head_size: int | None = None  # features of a head; None: the width divided by the heads
     # Rows of the embedding where it knows more than image tokens: those come first, words follow (Chameleon).
     embed_rows: int | None = None
     # Width of image embeddings that an MLP brings to the model's; None: they have it (Janus)
@@ -110,7 +113,8 @@ class TransformerConfig:
         check_types(self)
         sizes = (self.vocab_size, self.dim, self.layers, self.heads, self.kv, self.ffn_dim)
         is_whole = min(*sizes, self.prefix, *self.grid) > 0 and self.layers <= MOST_LAYERS
-        if not is_whole or self.dim % self.heads or self.heads % self.kv:
+        odd = self.head_size is None and self.dim % self.heads
+        if not is_whole or odd or self.heads % self.kv:
             heads = f"{self.heads} heads on {self.kv} key heads, width {self.dim}"
             why = f"{heads}, {self.layers} layers, grid {self.grid}"
             raise ValueError(f"sizes that no model has: {why}")
@@ -182,7 +186,7 @@ class TransformerConfig:
 
     @property
     def head_dim(self) -> int:
-        return self.dim // self.heads
+        return self.head_size or self.dim // self.heads
 
     @property
     def rotated(self) -> int:
@@ -220,7 +224,7 @@ class DrafterConfig:
     shift: Literal[0, 1] = 1
     norm_eps: float | None = None
     ffn_dim: int | None = None
-    qk_norm: bool | None = None
+    qk_norm: bool | Literal["rms"] | None = None
     aux_layers: tuple[int, ...] = ()  # target layers whose outputs it reads too (EAGLE-3)
 
     def __post_init__(self) -> None:

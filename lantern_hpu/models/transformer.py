@@ -109,9 +109,12 @@ class Rotary(nn.Module):
 class RMSNorm(nn.Module):
     """Root-mean-square norm, computed in float32 in any dtype of the model."""
 
-    def __init__(self, config: TransformerConfig, kernels: Kernels) -> None:
+    def __init__(
+        self, config: TransformerConfig, kernels: Kernels, width: int | None = None
+    ) -> None:
+        """`width`: features that it takes; None: the model's."""
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(config.dim))
+        self.weight = nn.Parameter(torch.ones(width or config.dim))
         self.eps, self.kernels = config.norm_eps, kernels
 
     def forward(self, x: Tensor) -> Tensor:
@@ -138,6 +141,13 @@ class HeadNorm(nn.Module):
         return (normed * self.weight.float() + self.bias.float()).to(x.dtype)
 
 
+def head_norm(config: TransformerConfig, kernels: Kernels, heads: int) -> nn.Module:
+    """What queries or keys [R, T, heads, hd] pass before they are rotated."""
+    if config.qk_norm == "rms":
+        return RMSNorm(config, kernels, config.head_dim)
+    return HeadNorm(heads, config.head_dim) if config.qk_norm else nn.Identity()
+
+
 class SelfAttention(nn.Module):
     """Grouped-query attention over the cache (or over its own keys when there is none)."""
 
@@ -150,8 +160,8 @@ class SelfAttention(nn.Module):
         rows = (self.heads + 2 * self.kv) * self.head_dim
         self.qkv = nn.Linear(config.dim, rows, bias=config.qkv_bias)
         self.out = nn.Linear(self.heads * self.head_dim, config.dim, bias=False)
-        norm: Any = partial(HeadNorm, head_dim=self.head_dim) if config.qk_norm else nn.Identity
-        self.q_norm, self.k_norm = norm(self.heads), norm(self.kv)
+        self.q_norm = head_norm(config, kernels, self.heads)
+        self.k_norm = head_norm(config, kernels, self.kv)
 
     def forward(
         self,

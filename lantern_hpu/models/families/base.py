@@ -127,7 +127,9 @@ def llama_recipe(family: Family, files: Files, config: TransformerConfig) -> dic
         "target.head.weight": Source.of(HEAD, rows=drawn),
     }
     for i in range(config.layers):
-        recipe |= llama_block(f"target.layers.{i}.", f"{family.model}layers.{i}.", config.qkv_bias)
+        ours, theirs = f"target.layers.{i}.", f"{family.model}layers.{i}."
+        recipe |= llama_block(ours, theirs, config.qkv_bias)
+        recipe |= head_norms(ours, theirs, files.checkpoint, config)
     return recipe
 
 
@@ -153,6 +155,11 @@ def head_norms(
     ours: str, theirs: str, checkpoint: Checkpoint, config: TransformerConfig
 ) -> dict[str, Source]:
     """A layer's query and key norms, a row a head; of fewer stored rows each serves as many consecutive heads."""
+    if config.qk_norm == "rms":
+        names = (f"{part}_norm.weight" for part in "qk")
+        return {f"{ours}attention.{n}": Source.of(f"{theirs}self_attn.{n}") for n in names}
+    if not config.qk_norm:
+        return {}
     recipe = {}
     for part, count in (("q_norm", config.heads), ("k_norm", config.kv)):
         for name in (f"{part}.weight", f"{part}.bias"):

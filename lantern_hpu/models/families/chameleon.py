@@ -19,7 +19,6 @@ from lantern_hpu.models.families.base import (
     LLAMA,
     Family,
     Files,
-    head_norms,
     llama_config,
     llama_recipe,
     unknown_format,
@@ -75,12 +74,10 @@ def anole_config(family: Family, files: Files) -> TransformerConfig:
 
 def chameleon_recipe(family: Family, files: Files, config: TransformerConfig) -> dict[str, Source]:
     recipe = llama_recipe(family, files, config)
-    for i in range(config.layers):
-        ours = f"target.layers.{i}."
-        recipe |= head_norms(ours, f"model.layers.{i}.", files.checkpoint, config)
-        if not config.input_norms:  # by the same names, behind attention and SwiGLU
-            for part in ("attention", "ffn"):
-                recipe[f"{ours}{part}_post_norm.weight"] = recipe.pop(f"{ours}{part}_norm.weight")
+    for i in range(0 if config.input_norms else config.layers):
+        for part in ("attention", "ffn"):  # by the same names, behind them
+            norm = f"target.layers.{i}.{part}"
+            recipe[f"{norm}_post_norm.weight"] = recipe.pop(f"{norm}_norm.weight")
     return recipe
 
 

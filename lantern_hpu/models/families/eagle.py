@@ -93,8 +93,7 @@ class PublishedDrafter:
         }
         if not self.config.input_norm:
             del recipe["block.attention_norm.weight"]
-        if sizes.qk_norm:
-            recipe |= head_norms("block.", "layers.0.", self.checkpoint, sizes)
+        recipe |= head_norms("block.", "layers.0.", self.checkpoint, sizes)
         checkpoint = self.checkpoint
         if "embed_tokens.weight" not in checkpoint:  # speculators leaves out what is the target's
             own = model.target.embed(torch.arange(len(drafter.embed.weight)))
@@ -160,15 +159,15 @@ def eagle_config(
         raise WeightsError(foreign, why, FITTING)
     check_keys(checkpoint, hf_config, LLAMA)
     # EAGLE's, where the file has none; but Lumina-mGPT's was trained on unshifted tokens: see `DrafterConfig`
-    norm = checkpoint.shapes.get("layers.0.self_attn.q_norm.weight", (target.heads,))
-    shift = hf_config.get("drafter_shift", int(norm[0] == target.heads))
+    norm = checkpoint.shapes.get("layers.0.self_attn.q_norm.weight", ())
+    shift = hf_config.get("drafter_shift", int(len(norm) < 2 or norm[0] == target.heads))
     if shift not in (0, 1):
         raise WeightsError(unusable, f"drafter_shift is {shift}", "0 or 1")
     gate = checkpoint.shapes.get("layers.0.mlp.gate_proj.weight")
     sizes = {
         "norm_eps": float(hf_config.get("rms_norm_eps", EPS)),
         "ffn_dim": gate[0] if gate else target.ffn_dim,
-        "qk_norm": "layers.0.self_attn.q_norm.weight" in checkpoint,
+        "qk_norm": "rms" if len(norm) == 1 else bool(norm),
     }
     changed: dict[str, Any] = {n: size for n, size in sizes.items() if size != getattr(target, n)}
     # A LlamaGen drafter was trained without a mask for pads.
