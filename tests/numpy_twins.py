@@ -493,15 +493,20 @@ def llamagen_image(weights: Weights, codes: Sequence[int]) -> Array:
 
 
 def anole_image(weights: Weights, codes: Sequence[int]) -> Array:
-    """Codes (ids - 4) to an image [3, H, W], not clamped; rows as they are, levels counted from the image."""
+    """Codes (ids - 4) to an image [3, H, W], not clamped; rows as they are, levels counted from the image.
+
+    Emu3.5's has attention on the deepest level too.
+    """
     rows = weights["quantize.embedding.weight"][list(codes)]
     x = convolve(weights, "decoder.conv_in", convolve(weights, "post_quant_conv", grid_of(rows)))
     x = res_block(weights, "decoder.mid.block_1", x)
     x = pixel_attention(weights, "decoder.mid.attn_1", x)
     x = res_block(weights, "decoder.mid.block_2", x)
     for level in reversed(members(weights, "decoder.up")):
-        for name in members(weights, f"{level}.block"):
+        for j, name in enumerate(members(weights, f"{level}.block")):
             x = res_block(weights, name, x)
+            if f"{level}.attn.{j}.q.weight" in weights:
+                x = pixel_attention(weights, f"{level}.attn.{j}", x)
         x = upsample(weights, f"{level}.upsample", x)
     return finish(weights, x)
 

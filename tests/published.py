@@ -11,12 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lantern_hpu.core import Sampling
 from lantern_hpu.decode.common import sampling_params
+from lantern_hpu.models.families.emu3 import EMU35
 from lantern_hpu.models.files.checkpoint import open_checkpoint
 from lantern_hpu.models.files.load import open_model
 from lantern_hpu.models.model import ImageModel, Placement
@@ -34,6 +36,9 @@ ANOLE, SWIN = "anole", "a Chameleon with norms behind its parts"
 
 
 EMU3, AUTHORS_EMU3 = "emu3", "emu3-authors"
+
+
+EMU35_IMAGE, U0 = "emu3.5-image", "u0-4b"
 
 
 PROMPTS = ("a red apple on the tree", "dog", "the photo of a green house and a blue sky, " * 3)
@@ -339,7 +344,43 @@ def their_mammoth(folder: Path) -> Theirs:
     return Theirs(model.model, model.lm_head, rows, slice(152072, 168456), 152064)
 
 
-THEIRS = {
+def emu35_rows(
+    folder: Path, of: str, prompt: str, grid: tuple[int, int] = (64, 64)
+) -> tuple[list[int], list[int]]:
+    """The conditional and the unconditional row, by the authors' templates; `of` tells of what the latter is."""
+    tokenizer = tokenizer_of(folder)
+    size = tokenizer("*".join(map(str, grid)), add_special_tokens=False)["input_ids"]
+
+    def row(helps: str, text: str) -> list[int]:
+        written = f"You are a helpful assistant{helps}. USER: {text} ASSISTANT: "
+        words = tokenizer(written, add_special_tokens=False)["input_ids"]
+        return [151849, *words, 151746, 151852, *size, 151851]
+
+    return row(" for t2i task", prompt), row(of, "")
+
+
+def their_emu35(folder: Path, of: str = "") -> Theirs:
+    """transformers' Qwen3 is the same network."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    about = json.loads((folder / "config.json").read_text())
+    grid = open_model(find_parts(str(folder))).config.target.grid
+    names = ("architectures", "model_type", "torch_dtype")
+    config: Any = Qwen3Config(**{n: value for n, value in about.items() if n not in names})
+    assert config.head_dim * config.num_attention_heads != config.hidden_size
+    model: Any = Qwen3ForCausalLM(config)
+    model.load_state_dict({name: tensor.float() for name, tensor in lumina_state(folder).items()})
+    rows = partial(emu35_rows, folder, of, grid=grid)
+    return Theirs(model.model.eval(), model.lm_head, rows, slice(151854, 282926), 151846)
+
+
+def small_pictures(monkeypatch: pytest.MonkeyPatch, *grids: tuple[int, int]) -> None:
+    """Emu3.5's published sizes are thousands of codes: others in their place."""
+    monkeypatch.setitem(EMU35.sizes, "grid", grids[0])
+    monkeypatch.setitem(EMU35.sizes, "grids", grids)
+
+
+THEIRS: dict[str, Callable[[Path], Theirs]] = {
     ANOLE: their_anole,
     SWIN: their_anole,
     LUMINA: their_lumina,
@@ -347,4 +388,6 @@ THEIRS = {
     SIMPLEAR: their_simplear,
     LUMINA2: their_lumina2,
     MAMMOTH: their_mammoth,
+    EMU35_IMAGE: their_emu35,
+    U0: partial(their_emu35, of=" for t2i task"),
 }

@@ -236,6 +236,7 @@ def test_anole_and_its_drafter_equal_their_twins(public: Path) -> None:
         ("llamagen-vq8/vq_ds8_c2i.pt", twins.llamagen_image),
         ("anole/vqgan.ckpt", twins.anole_image),
         ("anole/vqvae", twins.anole_image),
+        ("emu3.5-image/Emu3.5-VisionTokenizer", twins.anole_image),
     ],
 )
 def test_tokenizers_decode_as_their_twins(public: Path, file: str, twin: Any) -> None:
@@ -628,6 +629,7 @@ NETWORKS = {
     "emu3-authors": "",
     "simplear": "",
     "mammothmoda2": "llm_config.text_config",
+    "emu3.5-image": "",
     "glm-image": "text_config",
 }
 # What changes nothing that is computed, or nothing that the tensors do not say
@@ -643,6 +645,7 @@ INERT = set(
 INERT_THERE = {
     "llamagen-t2i-512": {"hidden_size", "intermediate_size", "num_key_value_heads"},
     "mammothmoda2": {"mrope_section"},  # positions are the same on all axes
+    "emu3.5-image": {"image_area"},  # of pictures that it reads; those it draws are of known sizes
 }
 
 

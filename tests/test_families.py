@@ -26,6 +26,7 @@ from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.zoo.find import find_parts
 from lantern_hpu.zoo.registry import entries
 from tests.marks import mostly_slow
+from tests.published import EMU35_IMAGE, U0, small_pictures
 
 C2I, CONTAINERS, T2I, HUB_T2I = (
     "llamagen-c2i/c2i_B_256.pt",
@@ -55,6 +56,8 @@ LAYOUTS = {
     SIMPLEAR: ("simplear-1.5b-1024", "--image-size 512"),
     MAMMOTH: ("mammothmoda2-preview", "--height 96 --width 128 --save-states x.safetensors"),
     GLM: ("glm-image", "--height 64 --width 96"),
+    EMU35_IMAGE: ("emu3.5-image", "--height 64 --width 96"),
+    U0: ("u0-4b", "--height 64 --width 96"),
 }
 STATES = "--save-states x.safetensors"
 TOKENS = "--save-tokens x.npz"
@@ -98,6 +101,17 @@ REFUSED = (
     (EMU3, "", "--tree chain", "has no drafter"),
     (EMU3, "", "--class-label 3", "draws from text"),
     (EMU3, "", "--text-encoder {public}/janus-pro", "is not Emu3's"),
+    (EMU35_IMAGE, "", "--height 512", "allowed, height x width: 1024 x 1024, 880 x 1168"),
+    (EMU35_IMAGE, "", "--image-size 512", "try: --height 1024 --width 1024"),
+    (EMU35_IMAGE, "-text", "", "Qwen/Qwen2.5-7B-Instruct"),
+    (EMU35_IMAGE, "-Emu3.5-VisionTokenizer", "", "BAAI/Emu3.5-VisionTokenizer"),
+    (EMU35_IMAGE, "-model-00002-of-00002.safetensors", "", "model-00002-of-00002.safetensors"),
+    (EMU35_IMAGE, 'config.json:_name_or_path="BAAI/Emu3.5"', "", "Emu3.5-Image draws"),
+    (EMU35_IMAGE, "config.json:head_dim=32", "", "head_dim is 32, where 16 is known"),
+    (EMU35_IMAGE, "", "--text-encoder {public}/janus-pro", "is not Qwen2.5's"),
+    (EMU35_IMAGE, "", "--vq {public}/anole/vqgan.ckpt", "8192 codes, the target draws 131072"),
+    (EMU35_IMAGE, "", "--negative-prompt dog", "--negative-prompt cannot be used"),
+    (EMU35_IMAGE, "", "--tree chain", "has no drafter"),
     (SIMPLEAR, "", "--image-size 768", "no SimpleAR draws 768 pixels"),
     (SIMPLEAR, "", "--vq {public}/anole/vqgan.ckpt", "8192 codes, the target draws 64000"),
     (MAMMOTH, "", "", "makes no pictures"),
@@ -194,7 +208,7 @@ def test_what_does_not_fit_is_refused_before_weights_are_read(
     assert why in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", mostly_slow(LAYOUTS, C2I, T2I, ANOLE, JANUS, MAMMOTH))
+@pytest.mark.parametrize("name", mostly_slow(LAYOUTS, C2I, T2I, ANOLE, JANUS, MAMMOTH, EMU35_IMAGE))
 def test_converted_it_is_the_same(public: Path, tmp_path: Path, name: str) -> None:
     """In every number and every framed prompt, with the settings of its family."""
     known, options = LAYOUTS[name]
@@ -239,6 +253,7 @@ def test_it_draws_by_every_method_that_needs_no_drafter(
 ) -> None:
     """Pictures of the size that was asked for, whose rows are closed where they must be."""
     monkeypatch.chdir(tmp_path)
+    small_pictures(monkeypatch, (4, 4), (4, 6))
     options = LAYOUTS[name][1]
     how = ["--device", device, *(["--emulate"] if device == "hpu" else ["--graphs", "strict"])]
     command = command_of(public, there(public, name), options)
@@ -315,6 +330,19 @@ def test_a_drafter_is_trained_and_drafts(
     )
     assert np.array_equal(drafted.tokens, plain.tokens)
     assert drafted.records[0].steps < plain.records[0].steps
+
+
+def test_an_image_tokenizer_without_its_codes_is_refused(
+    public: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], unread: None
+) -> None:
+    state = torch.load(public / EMU35_IMAGE / "Emu3.5-VisionTokenizer" / "model.ckpt")["state_dict"]
+    del state["quantize.embedding.weight"]
+    torch.save(state, tmp_path / "model.ckpt")
+    options = f"--vq {tmp_path / 'model.ckpt'} --output {tmp_path / 'x.png'}"
+    assert generate.main(command_of(public, public / EMU35_IMAGE, options)) == 2
+    said = capsys.readouterr().err
+    assert "model.ckpt is not a whole VQ tokenizer: it has no table of codes" in said
+    assert "try: --vq with a whole one" in said
 
 
 def test_servers_and_pixels_say_that_nothing_here_decodes_its_tokens(

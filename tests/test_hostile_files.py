@@ -278,7 +278,7 @@ NUMBERS: tuple[Any, ...] = (True, "4", -1, 10**30, float("nan"), float("inf"), [
 LISTS: tuple[Any, ...] = (3, "x", {}, [True], [1.5], [[1]], [None])
 # Of none of the types that a value may have
 WRONG: dict[Any, tuple[Any, ...]] = {
-    bool: (0, 1, *NUMBERS[1:]),
+    **dict.fromkeys((bool, bool | Literal["rms"]), (0, 1, *NUMBERS[1:])),
     int: (1.5, *NUMBERS),
     float: (-0.5, *(value for value in NUMBERS if value != 10**30)),
     str: (3, *(value for value in NUMBERS if value != "4")),
@@ -286,12 +286,14 @@ WRONG: dict[Any, tuple[Any, ...]] = {
     tuple[int, int]: (["x"], [-1, -1], [1], [1, 1, 1], *LISTS),
     tuple[int, ...]: (["x"], [-1], [10**30], *LISTS),
     tuple[str, ...]: ([3], *LISTS),
+    tuple[tuple[int, int], ...]: (["x"], [[1]], [[-1, 2]], [[1, 2, 3]], *LISTS),
 }
 # Of the right type, and of no model
 OUT_OF_RANGE: dict[tuple[str, str], tuple[Any, ...]] = {
     ("target", "layers"): (0, 1001, 10**9),
     ("target", "heads"): (0, 3),
     ("target", "kv_heads"): (0, 3),
+    ("target", "head_size"): (0, 3),
     ("target", "grid"): ([0, 4], [10**9, 1]),
     ("target", "norm_eps"): (1, 1e300),
     ("target", "rope_base"): (0, 0.5),

@@ -50,6 +50,7 @@ from tests.published import (
     ANOLE,
     AUTHORS_EMU3,
     EMU3,
+    EMU35_IMAGE,
     HUB_JANUS,
     JANUS,
     LUMINA,
@@ -70,6 +71,7 @@ from tests.published import (
     opened,
     pipeline_of,
     simplear_rows,
+    small_pictures,
     with_settings,
 )
 
@@ -527,7 +529,7 @@ def test_a_negative_prompt_takes_the_place_of_the_authors(public: Path) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", mostly_slow(FRAMED, ANOLE, EMU3, SIMPLEAR))
+@pytest.mark.parametrize("name", mostly_slow(FRAMED, ANOLE, EMU35_IMAGE, SIMPLEAR))
 def test_logits_are_those_of_transformers(public: Path, name: str) -> None:
     """Of a row of random codes, what closes it, and the next ones, for prompts of unequal lengths."""
     model, theirs = opened(public / name), THEIRS[name](public / name)
@@ -565,12 +567,15 @@ def test_both_layouts_hold_the_same_model(tmp_path: Path, names: tuple[str, str]
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", mostly_slow([ANOLE, SWIN, LUMINA, EMU3], ANOLE, SWIN, EMU3))
+@pytest.mark.parametrize(
+    "name", mostly_slow([ANOLE, SWIN, LUMINA, EMU3, EMU35_IMAGE], ANOLE, SWIN, EMU35_IMAGE)
+)
 def test_greedy_pictures_are_those_of_transformers(
     public: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Words in, tokens out, of prompts of unequal lengths in one batch, by the native decoder and by the plain one."""
     monkeypatch.setitem(CHAMELEON.sizes, "grid", (8, 8))
+    small_pictures(monkeypatch, (8, 8))
     folder = public / (ANOLE if name == SWIN else name)
     if name == SWIN:
         folder = with_settings(folder, tmp_path / "swin", swin_norm=True)
@@ -623,7 +628,7 @@ def test_a_negative_prompt_of_ones_own(
 def test_relatives_of_other_tensors_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """JanusFlow, Emu3.5, a Qwen3 of Chameleon's vocabulary, and one that is called Lumina-mGPT."""
+    """JanusFlow, two Qwen, a Qwen3 of Chameleon's vocabulary, and one that is called Lumina-mGPT."""
     norm = "model.layers.0.self_attn.q_norm.weight"
 
     def table(rows: int, *heads: int) -> dict[str, Tensor]:
@@ -632,7 +637,7 @@ def test_relatives_of_other_tensors_are_refused(
     relatives = {
         "flow": ({"vision_gen_dec_model.x.weight": torch.zeros(2)}, ""),
         "Lumina-mGPT-7B-768": (table(151936, 1), ", as Qwen2.5 or Qwen3 does"),
-        "emu": (table(282926), ", as Emu3.5 does"),
+        "qwen2.5": (table(152064), ", as Qwen2.5 does"),
         "qwen": (table(65536), ""),
     }
     for name, (tensors, like) in relatives.items():

@@ -69,6 +69,7 @@ FOLDERS = (
     "simplear",
     "mammothmoda2",
     "lumina-mgpt-2.0",
+    "emu3.5-image",
 )
 
 
@@ -81,10 +82,15 @@ KNOWN = {
     **dict.fromkeys(("anole-7b", "lumina-mgpt-7b-768"), 7351.9),
     **dict.fromkeys(("lumina-mgpt-7b-512", "lumina-mgpt-7b-1024"), 6847.5),
     **{"janus-pro-1b": 1556.9, "janus-pro-7b": 6663.7, "janus-4o-7b": 6663.7},
-    **{"lumina-mgpt-2.0": 7407.1, "emu3-gen": 8031.3, "mammothmoda2-preview": 10098.5},
+    **{
+        "lumina-mgpt-2.0": 7407.1,
+        "emu3-gen": 8031.3,
+        "emu3.5-image": 33781.3,
+        "mammothmoda2-preview": 10098.5,
+    },
     **dict.fromkeys(("simplear-0.5b-512", "simplear-0.5b-1024"), 663.4),
     **dict.fromkeys(("simplear-1.5b-512", "simplear-1.5b-1024"), 1794.8),
-    "glm-image": 8948.4,
+    **{"u0-4b": 5148.7, "glm-image": 8948.4},
 }
 
 

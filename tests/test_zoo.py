@@ -48,7 +48,7 @@ def test_the_known_models_are_all_there() -> None:
         *("llamagen-c2i-xl-384", "llamagen-c2i-xxl-384", "llamagen-c2i-3b-384", "anole-7b"),
         *("janus-pro-1b", "janus-pro-7b", "janus-4o-7b"),
         *("lumina-mgpt-7b-512", "lumina-mgpt-7b-768", "lumina-mgpt-7b-1024"),
-        *("lumina-mgpt-2.0", "emu3-gen"),
+        *("lumina-mgpt-2.0", "emu3-gen", "emu3.5-image", "u0-4b"),
         *("simplear-0.5b-512", "simplear-0.5b-1024", "simplear-1.5b-512", "simplear-1.5b-1024"),
         "mammothmoda2-preview",
         "glm-image",
@@ -64,6 +64,8 @@ def test_every_part_is_complete(entry: KnownModel, part: Part) -> None:
     assert part.bytes is None or part.bytes > 10**6
     names = {name for spec in part.files for name in spec.split("|")}
     folders = {f"{name}/*" for name in PARTS} if part.role == "pixels" else set()
+    if entry.family in ("emu3.5", "u0") and part.role == "target":
+        folders = {"model*.safetensors*"}
     plain = {name.split("/")[-1] for name in names - folders}
     assert not [name for name in plain if "*" in name] and folders <= names
     assert set(part.sha256) <= names
@@ -85,7 +87,8 @@ def test_every_model_is_complete(entry: KnownModel) -> None:
         entry.config.vq is not None and entry.config.vq.codebook_size == entry.config.target.codes
     )
     assert ("drafter" in entry.parts) == (entry.config.drafter is not None)
-    assert ("text" in entry.parts) == (entry.config.text is not None)
+    lacks_words = entry.family in ("emu3.5", "u0")  # they read Qwen2.5's tokenizer
+    assert ("text" in entry.parts) == (entry.config.text is not None or lacks_words)
     side = entry.image_size // entry.config.vq.downsample
     assert entry.config.target.grid == (side, side)
     prefixes = {"llamagen-t2i": 120, "llamagen-c2i": 1}
@@ -98,6 +101,8 @@ def test_every_model_is_complete(entry: KnownModel) -> None:
         "lumina": (3.0, 2000),
         "lumina2": (4.0, 4096),
         "emu3": (3.0, 2048),
+        "emu3.5": (5.0, 5120),
+        "u0": (5.0, 5120),
         "simplear": (6.0, 0),
     }
     scale, top_k = published[entry.family]
@@ -154,7 +159,7 @@ def test_files_are_as_large_as_their_parameters(entry: KnownModel) -> None:
         return
     if entry.family == "simplear":  # one table, in bfloat16
         counted = (held["target"] - empty.head) * 2
-    if entry.family in ("chameleon", "lumina", "lumina2", "emu3"):
+    if entry.family in ("chameleon", "lumina", "lumina2", "emu3", "emu3.5", "u0"):
         inside = entry.family in ("chameleon", "emu3")
         counted = (held["target"] + unused) * 2 + held["vq"] * 4 * inside
     assert abs(target - counted) < 0.001 * counted + 2**20
@@ -224,6 +229,18 @@ def test_a_part_with_a_missing_or_broken_file_is_not_here(empty_cache: Path) -> 
     found = Located(entry)
     assert found["target"] is None
     assert found.absent["target"] == (shard.name,)
+
+
+def test_shards_of_an_unknown_number_are_here_when_all_of_them_are(empty_cache: Path) -> None:
+    part = entries()["emu3.5-image"].parts["target"]
+    assert Located(entries()["emu3.5-image"])["target"] is None
+    shards = [f"model-{i:05d}-of-00003.safetensors" for i in (1, 2, 3)]
+    folder = in_cache(empty_cache, part.repo, "config.json", *shards[:2])
+    assert part.absent(folder) == ("model*.safetensors*",)  # as an interrupted run leaves it
+    in_cache(empty_cache, part.repo, shards[2])
+    assert part.absent(folder) == ()
+    assert part.absent(folder, without={shards[1]}) == ("model*.safetensors*",)
+    assert Located(entries()["emu3.5-image"])["target"] == folder
 
 
 def test_what_is_missing_and_the_command_name_the_same_repository(

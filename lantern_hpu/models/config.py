@@ -20,14 +20,15 @@ types_of = cache(get_type_hints)  # of a dataclass, by field
 def check_types(config: Any) -> None:
     """Raise a ValueError unless each value of a config is of its field's type: a file may hold anything.
 
-    JSON's lists become tuples: the two compare unequal.
+    JSON's lists, and those in them, become tuples: the two compare unequal.
     """
     for name, kind in types_of(type(config)).items():  # type: ignore[arg-type]
         value = getattr(config, name)
         if not is_of(value, kind):
             raise ValueError(f"{name} is {repr(value)[:60]}")
         if isinstance(value, list):
-            object.__setattr__(config, name, tuple(value))
+            parts = (tuple(part) if isinstance(part, list) else part for part in value)
+            object.__setattr__(config, name, tuple(parts))
 
 
 def is_of(value: Any, kind: Any) -> bool:
@@ -101,6 +102,7 @@ class TransformerConfig:
     code_pixels: int = 0
     # What rows and columns are multiples of: tokens say a picture's size in steps (Lumina-mGPT)
     grid_step: int = 1
+    grids: tuple[tuple[int, int], ...] = ()  # the only ones that were trained; empty: any (Emu3.5)
     # Shorter prefixes, rising, for prompts that fit into one; they take less to read (GLM-Image)
     prefixes: tuple[int, ...] = ()
     max_positions: int | None = None  # of the rotary embedding, as it was trained

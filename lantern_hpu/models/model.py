@@ -140,6 +140,11 @@ def of_size(model: ModelConfig, size: tuple[int, int], name: str) -> Transformer
     if not pixels:
         why = f"{name} generates one size, {own[1]} x {own[0]} pixels"
         raise OptionError(words(asked, "cannot be used"), why, "leave them out")
+    trained = [(rows * pixels, columns * pixels) for rows, columns in config.grids]
+    if trained and size not in trained:
+        why = f"allowed, height x width: {', '.join(f'{h} x {w}' for h, w in trained)}"
+        first = words(Arg("height", trained[0][0]), Arg("width", trained[0][1]))
+        raise OptionError(asked, why, first)
     usual = Arg("height", 32 * pixels)
     step = pixels * config.grid_step
     if min(size) < step or height % step or width % step:

@@ -17,6 +17,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from fnmatch import fnmatchcase as fnmatch
 from pathlib import Path
 from textwrap import wrap
 from types import ModuleType
@@ -35,7 +36,7 @@ from lantern_hpu.errors import (
 from lantern_hpu.files import amount, clear_temporary, is_plain_path, sha256, write_file
 from lantern_hpu.results.tables import WIDTH, aligned
 from lantern_hpu.zoo.find import LABEL, UNCHECKED, Located, briefly, cached, hub_cache, store
-from lantern_hpu.zoo.registry import FOLDER, KnownModel, Part
+from lantern_hpu.zoo.registry import ANY, KnownModel, Part
 
 STAGING = ".fetching"  # in a user's folder, until files are whole and checked
 COMMIT = re.compile("[0-9a-f]{40}")
@@ -81,8 +82,8 @@ def list_files(hub: ModuleType, part: Part, absent: Sequence[str]) -> list[File]
     result, gone = [], []
     for spec in absent:
         names = [name for name in spec.split("|") if name in there][:1]
-        if spec.endswith(FOLDER):
-            names = sorted(n for n in there if n.startswith(spec.removesuffix("*")))
+        if ANY in spec:
+            names = sorted(name for name in there if fnmatch(name, spec))
         gone += [] if names else [spec]
         for name in names:
             stated, known = getattr(there[name].lfs, "sha256", None), part.sha256.get(name)

@@ -29,7 +29,7 @@ from lantern_hpu.models.files.names import (
     weights_files,
 )
 from lantern_hpu.zoo import registry
-from lantern_hpu.zoo.registry import FOLDER, KnownModel, Part, entries
+from lantern_hpu.zoo.registry import ANY, KnownModel, Part, entries
 
 LABEL = "lantern.json"  # in a folder that `download` filled
 UNCHECKED = ".lantern-unchecked"  # next to a repository's files in the cache: see `unchecked`
@@ -41,6 +41,7 @@ USUAL_NAMES = {
         "vqvae",
         "vqgan.ckpt",
         "decoder.jit",
+        "*VisionTokenizer",
         "movqgan*.ckpt",
         "vq_*.pt",
         "vq*.safetensors",
@@ -103,7 +104,7 @@ def cached(repo: str, name: str) -> Path | None:
 def cached_folder(part: Part) -> Path | None:
     """The cache's folder with the files of a part, or None where not one of them is there."""
     names = (name for spec in part.files for name in spec.split("|"))
-    for name in (name for name in names if not name.endswith(FOLDER)):
+    for name in (name for name in names if ANY not in name):
         if file := cached(part.repo, name):
             return file.parents[len(Path(name).parts) - 1]
     return None

@@ -11,11 +11,11 @@ from typing import Any
 from lantern_hpu.errors import OptionError, choices
 from lantern_hpu.files import ASSETS, reading
 from lantern_hpu.models.config import ModelConfig
-from lantern_hpu.models.files.names import indexed_files
+from lantern_hpu.models.files.names import indexed_files, series_of
 
 FILE = ASSETS / "registry.json"
 PARTS = ("target", "drafter", "vq", "text", "neighbours", "pixels")
-FOLDER = "/*"  # after the name of a folder: all its files
+ANY = "*"  # in a name: all files that match, of `a/*` those of a folder
 NEEDED_FOR = ("always", "drafting", "prompts", "optional")
 
 
@@ -25,7 +25,7 @@ class Part:
 
     role: str  # one of `PARTS`
     repo: str
-    files: tuple[str, ...]  # `a|b` is either, `a/*` all files of a folder
+    files: tuple[str, ...]  # `a|b` is either; see `ANY`
     bytes: int | None  # of all files; None if unknown
     sha256: Mapping[str, str]  # of the files whose digest is known
     licence: str  # as the repository states it
@@ -46,11 +46,12 @@ class Part:
         """The files that a folder lacks; neither a link without its file counts, nor those named `without`."""
         if folder is None:
             return self.files
-        return tuple(
-            spec
-            for spec in self.files
-            if not any(file.name not in without for file in alternative_files(spec, folder))
-        )
+        absent = []
+        for spec in self.files:
+            there = [file.name not in without for file in alternative_files(spec, folder)]
+            if not (all(there) if ANY in spec and there else any(there)):
+                absent.append(spec)
+        return tuple(absent)
 
     def path(self, folder: Path) -> Path:
         """What a loader opens: the file where there is one, else the folder."""
@@ -58,22 +59,21 @@ class Part:
 
 
 def alternative_files(spec: str, folder: Path) -> Iterator[Path]:
-    """Those of the names `a|b` that are files in a folder; of `a/*` the files there, if none is missing."""
-    if spec.endswith(FOLDER):
-        return iter(folder_files(folder / spec.removesuffix(FOLDER)))
+    """Those of the names `a|b` that are files in a folder; with `ANY` all that match, if no part of one is missing."""
+    if ANY in spec:
+        return iter(matching_files(folder / spec))
     return (folder / name for name in spec.split("|") if (folder / name).is_file())
 
 
-def folder_files(folder: Path) -> list[Path]:
-    """The files of a folder; none if an index in it names weights that are not there."""
-    if not folder.is_dir():
-        return []
+def matching_files(pattern: Path) -> list[Path]:
+    """The files of a folder that match; none if an index or a numbered file there names weights that are not."""
+    folder, found = pattern.parent, sorted(pattern.parent.glob(pattern.name))
+    numbered = [folder / name for file in found for name in series_of(file)]
     for index in folder.glob("[!.]*.index.json"):
-        if (folder / index.name.removesuffix(".index.json")).is_file():
-            continue  # the whole file is read
-        if not all(file.is_file() for file in indexed_files(index).values()):
-            return []
-    return sorted(file for file in folder.iterdir() if file.is_file())
+        if not (folder / index.name.removesuffix(".index.json")).is_file():
+            numbered += indexed_files(index).values()  # else the whole file is read
+    whole = all(file.is_file() for file in numbered)
+    return [file for file in found if file.is_file()] if whole else []
 
 
 @dataclass(frozen=True)

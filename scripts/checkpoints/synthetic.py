@@ -19,6 +19,7 @@ sys.path.append(str(Path(__file__).parents[2]))  # for who runs it by its path
 
 from scripts.checkpoints import (
     chameleon,
+    emu35,
     glm_image,
     language_models,
     llamagen,
@@ -45,6 +46,8 @@ WRITERS = {
     "simplear": simplear.write_simplear,
     "mammothmoda2": mammothmoda2.write_mammothmoda2,
     "lumina-mgpt-2.0": chameleon.write_lumina2,
+    "emu3.5-image": emu35.write_emu35,
+    "u0-4b": emu35.write_u0,
 }
 
 

@@ -7,7 +7,7 @@ from lantern_hpu.files import some_names
 from lantern_hpu.models.families import llamagen
 from lantern_hpu.models.families.base import Family, Files
 from lantern_hpu.models.families.chameleon import CHAMELEON
-from lantern_hpu.models.families.emu3 import EMU3
+from lantern_hpu.models.families.emu3 import EMU3, EMU35, U0
 from lantern_hpu.models.families.glm_image import GLM_IMAGE
 from lantern_hpu.models.families.janus import JANUS
 from lantern_hpu.models.families.lumina import LUMINA, LUMINA2
@@ -16,14 +16,13 @@ from lantern_hpu.models.families.simplear import SIMPLEAR
 
 # In this order: Lumina-mGPT has Chameleon's tensors
 FAMILIES: tuple[Family, ...] = (
-    *(LUMINA, LUMINA2, CHAMELEON, EMU3, GLM_IMAGE, JANUS, SIMPLEAR, MAMMOTHMODA2),
+    *(LUMINA, LUMINA2, CHAMELEON, EMU3, EMU35, U0, GLM_IMAGE, JANUS, SIMPLEAR, MAMMOTHMODA2),
     *(llamagen.CLASS, llamagen.TEXT),
 )
 # Models that do not load, by the rows of their tables
 RELATIVES = {
     151936: "Qwen2.5 or Qwen3",
     152064: "Qwen2.5",
-    282926: "Emu3.5",
 }
 
 

@@ -85,12 +85,14 @@ def llama_config(family: Family, files: Files, **own: Any) -> TransformerConfig:
     text = family.section(files.hf_config)
     layer = f"{family.model}layers.0."
     rows, dim = shapes[f"{family.model}embed_tokens.weight"]
-    heads = own.get("heads") or int(text.get("num_attention_heads", dim // family.head_dim))
+    width = shapes[f"{layer}self_attn.q_proj.weight"][0]
+    heads = own.get("heads") or int(text.get("num_attention_heads", width // family.head_dim))
     sizes: dict[str, Any] = {
         "dim": dim,
         "heads": heads,
         "layers": text.get("num_hidden_layers") or files.checkpoint.count(f"{family.model}layers."),
-        "kv_heads": shapes[f"{layer}self_attn.k_proj.weight"][0] * heads // dim,
+        "kv_heads": shapes[f"{layer}self_attn.k_proj.weight"][0] * heads // width,
+        "head_size": None if width == dim else width // heads,
         "ffn_dim": shapes[f"{layer}mlp.down_proj.weight"][1],
         "prefix": PROMPT_POSITIONS,
         "norm_eps": 1e-5,

@@ -67,7 +67,7 @@ VQ_MISSING = words(
     "the VQ tokenizer (given by",
     Arg("vq"),
     "; LlamaGen: vq_ds16_*.pt; Anole: vqgan.ckpt; SimpleAR: decoder.jit; "
-    "Lumina-mGPT 2.0: movqgan_270M.ckpt)",
+    "Lumina-mGPT 2.0: movqgan_270M.ckpt; Emu3.5 and U0: BAAI/Emu3.5-VisionTokenizer)",
 )
 DIFFUSION_MISSING = words(
     "the diffusion model (in the whole pipeline's folder;", Arg("save_tokens"), "needs none)"

@@ -31,6 +31,8 @@ EMU3_NAMES = (
 # What Meta's files call the blocks of the middle, and their kinds elsewhere
 MIDDLE = {"block_1": "0", "attn_1": "1", "block_2": "2"}
 KINDS = {"block": "res", "attn": "attn"}
+# Tensors without which there is no decoder, and no table of codes
+NEEDED = {"decoder.conv_in.weight": "decoder", "quantize.embedding.weight": "table of codes"}
 
 
 def open_vq(checkpoint: Checkpoint, normalised: bool) -> tuple[VQConfig, Stored]:
@@ -49,8 +51,9 @@ def open_vq(checkpoint: Checkpoint, normalised: bool) -> tuple[VQConfig, Stored]
             return open_cosmos(checkpoint)
         if any(".mid.block_1." in name for name in checkpoint.shapes):
             checkpoint = of_taming(checkpoint)
-        if "decoder.conv_in.weight" not in checkpoint:
-            why = "it has no decoder, so codes cannot become pictures"
+        lacks = [part for name, part in NEEDED.items() if name not in checkpoint]
+        if lacks:
+            why = f"it has no {' and no '.join(lacks)}, so codes cannot become pictures"
             what = f"{checkpoint.path} is not a whole VQ tokenizer"
             raise WeightsError(what, why, words(Arg("vq"), "with a whole one"))
         levels = checkpoint.count("encoder.conv_blocks.")

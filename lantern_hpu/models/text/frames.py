@@ -284,6 +284,47 @@ class Emu3Frame(Frame):
         return [self.id[self.START], *self.words(f"{rows}*{columns}"), self.id[self.IMAGE]]
 
 
+class Emu35Frame(Frame):
+    """A sentence of what to do, the prompt, then the size of the picture in codes; no thought in front of it.
+
+    Its files hold no tokenizer that is read here: words are split by Qwen2.5's, whose own signs are others in it.
+    """
+
+    family = "Qwen2.5"  # by its tokenizer
+    WORDS = 151643  # tokens of text; signs and codes follow
+    opening, ending = "You are a helpful assistant for t2i task. USER: ", " ASSISTANT: "
+    bare = "You are a helpful assistant. USER: "  # in place of `opening`, without a prompt
+    first = (151849,)
+    ANSWER, START, IMAGE = 151746, 151852, 151851
+    special = {"<|endoftext|>": WORDS}
+    tokenizer = "Qwen2.5's: Qwen/Qwen2.5-7B-Instruct"
+    order: TokenOrder = TokenOrder(((151854, 282926), (151846, 151847)))
+
+    def check_tokens(self) -> None:
+        """Digits and the sign between them say a picture's size."""
+        super().check_tokens()
+        self.token("*", 9)
+        for digit in range(10):
+            self.token(str(digit), 15 + digit)
+
+    def drawn(self) -> set[int]:
+        """All that is no text, by which names of the tokenizer's own signs are text too."""
+        return set(range(self.WORDS, self.config.embed_rows or self.WORDS))
+
+    def tokens_after(self) -> list[int]:
+        rows, columns = self.config.grid
+        return [self.ANSWER, self.START, *self.words(f"{rows}*{columns}"), self.IMAGE]
+
+    def without(self, ids: list[int], negative: str | None = None) -> list[int]:
+        return [*self.before, *self.words(f"{self.bare}{self.ending}"), *self.after]
+
+
+class U0Frame(Emu35Frame):
+    """The same, whose guidance subtracts an empty prompt in the same sentence."""
+
+    bare = Emu35Frame.opening
+
+
 class SimpleArFrame(Frame):
     """A sentence between two tokens; guidance subtracts a negative prompt, with its own length and positions."""
 
@@ -368,6 +409,8 @@ FRAMES: dict[str, type[Frame]] = {
     "lumina2": Lumina2Frame,
     "janus": JanusFrame,
     "emu3": Emu3Frame,
+    "emu3.5": Emu35Frame,
+    "u0": U0Frame,
     "simplear": SimpleArFrame,
     "mammothmoda2": MammothModa2Frame,
     "glm-image": GlmImageFrame,
