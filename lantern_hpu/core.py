@@ -68,12 +68,31 @@ def check_prompt(prompt: str) -> None:
 
 
 @dataclass(frozen=True)
+class SourcePicture:
+    """A picture that an image is drawn from; `results.sources.read_picture` makes one.
+
+    Attributes:
+        picture: RGB, upright, without transparency.
+        digest: sha256 of its size and pixels: sources of one digest are the same.
+    """
+
+    picture: Image.Image = field(compare=False, repr=False)
+    digest: str
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width in pixels."""
+        return self.picture.height, self.picture.width
+
+
+@dataclass(frozen=True)
 class Request:
     """One image to generate.
 
     Attributes:
         negative: what guidance leads away from, for models that read one; None: the model's own.
         size: height and width in pixels, for models that have several; None: the model's own.
+        sources: pictures to draw from, in their order, for models that read some.
     """
 
     prompt: str
@@ -82,6 +101,7 @@ class Request:
     relaxation: Relaxation = EXACT
     negative: str | None = None
     size: tuple[int, int] | None = None
+    sources: tuple[SourcePicture, ...] = ()
 
     def __post_init__(self) -> None:
         check_prompt(self.prompt)
@@ -100,6 +120,10 @@ class Request:
             result["negative"] = self.negative
         if self.size is not None:
             result["size"] = list(self.size)
+        if self.sources:
+            result["sources"] = [
+                {"digest": source.digest, "size": list(source.size)} for source in self.sources
+            ]
         return result
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 from safetensors.torch import save
 from torch import Tensor
 
@@ -41,12 +42,16 @@ from lantern_hpu.methods.setting import (
 )
 from lantern_hpu.models.diffusion import DiffusionPixels
 from lantern_hpu.models.files.names import PartOverrides
+from lantern_hpu.models.text.frames import check_sources
 from lantern_hpu.results.images import GenerationResult, OutputType
 from lantern_hpu.results.progress import Bar
+from lantern_hpu.results.sources import sources_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+Source = str | Path | Image.Image  # of a picture
+Sources = Source | Sequence[Source] | Sequence[Sequence[Source]]
 StepEnd = Callable[["LanternPipeline", int, int, dict[str, Any]], object]
 
 
@@ -231,6 +236,7 @@ class LanternPipeline(ImageGenerator):
         self,
         prompt: str | Sequence[str] | None = None,
         *,
+        image: Sources | None = None,
         generator: torch.Generator | Sequence[torch.Generator] | None = None,
         output_type: OutputType = "pil",
         callback_on_step_end: StepEnd | None = None,
@@ -241,6 +247,8 @@ class LanternPipeline(ImageGenerator):
 
         Args:
             {params}
+            image: a picture to draw from, of PIL or the path of one, for models that read some; a list is several
+                sources of one image, and a list of lists has those of each prompt.
             generator: its initial seed in place of `seed`; of a list, one for each image.
             output_type: of `result.images`: "pil", "np" [B, H, W, 3] and "pt" [B, 3, H, W] of float32 in 0 to 1, or
                 "tokens" [B, N], which decodes no pixels.
@@ -270,10 +278,12 @@ class LanternPipeline(ImageGenerator):
         sampling = replace(self.model.sampling, **only(Sampling, asked))
         setting = self.resolve(setting_of(asked), batch_size_for(count, asked.get("batch_size")))
         size = size_of(asked.get("height"), asked.get("width"))
+        sources = sources_of(image, len(prompts))
+        check_sources(self.model.config, self.model.name, len(sources[0]))
         seeds = iter(seeds_of(asked.get("seed"), generator, count))
         requests = [
-            Request(text, next(seeds), sampling, setting.relaxation, negative, size)
-            for text, negative in zip(prompts, negatives, strict=True)
+            Request(text, next(seeds), sampling, setting.relaxation, negative, size, pictures)
+            for text, negative, pictures in zip(prompts, negatives, sources, strict=True)
             for _ in range(each)
         ]
         for text, note in self.notes(requests):

@@ -210,7 +210,7 @@ def test_a_result_is_a_tuple_too(pipeline: LanternPipeline) -> None:
 
 def test_a_second_argument_by_place_is_answered_with_names(pipeline: LanternPipeline) -> None:
     with pytest.raises(OptionError, match="'bad' by its name") as caught:
-        pipeline("cat", "bad")  # type: ignore[arg-type,call-arg]
+        pipeline("cat", "bad")  # type: ignore[call-arg]
     assert caught.value.hint.startswith("negative_prompt=...")
     with pytest.raises(OptionError, match="'cuda' by its name") as caught:
         LanternPipeline.from_single_file("builtin", "cuda")  # type: ignore[call-arg]

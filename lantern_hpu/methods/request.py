@@ -6,7 +6,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lantern_hpu.core import Request, Sampling
+from lantern_hpu.core import Request, Sampling, SourcePicture
 from lantern_hpu.errors import Arg, OptionError, require, words
 from lantern_hpu.fields import MAX_SEED
 from lantern_hpu.methods.relaxation import EXACT, Relaxation
@@ -23,12 +23,11 @@ def in_turn(
     relaxation: Relaxation = EXACT,
     negative: str | None = None,
     size: tuple[int, int] | None = None,
+    sources: tuple[SourcePicture, ...] = (),
 ) -> list[Request]:
     """Request i has the next prompt, around and around, and seed `seed` + i."""
-    return [
-        Request(prompts[i % len(prompts)], seed + i, sampling, relaxation, negative, size)
-        for i in index
-    ]
+    shared = (sampling, relaxation, negative, size, sources)
+    return [Request(prompts[i % len(prompts)], seed + i, *shared) for i in index]
 
 
 def whole_number(name: str, value: Any) -> int:

@@ -398,6 +398,11 @@ class ModelConfig:
         return Arg("save_states", "states.safetensors")
 
     @property
+    def encodes_pictures(self) -> bool:
+        """Whether one of its parts makes codes of pictures."""
+        return self.vq is not None and self.vq.kind == "image"
+
+    @property
     def lacks_text(self) -> bool:
         """Whether there is a text encoder of unknown sizes."""
         return self.condition.kind == "t5" and self.text is None

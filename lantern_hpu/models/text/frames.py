@@ -13,7 +13,7 @@ from pathlib import Path
 
 from lantern_hpu.errors import Arg, OptionError, WeightsError, words
 from lantern_hpu.files import reading
-from lantern_hpu.models.config import ConditionConfig, TransformerConfig
+from lantern_hpu.models.config import ConditionConfig, ModelConfig, TransformerConfig
 
 Words = Callable[[str], list[int]]
 FIRST_IMAGE_TOKEN = 4  # of Chameleon's vocabulary
@@ -60,6 +60,7 @@ class Frame:
     order: TokenOrder | None = None  # of the target's table, where that holds the words too
     pad = 0  # in front of prompts shorter than the prefix; nothing attends to it
     takes_negative = False  # whether guidance subtracts words that a user may choose
+    reads_pictures = 0  # most sources of a request
     tokenizer = ""  # of which other model it is, where the family's files hold none
     closes: int | None = None  # what follows a picture, where its hidden state is of use
     settings = ""  # a file next to the tokenizer that it reads as well
@@ -426,6 +427,26 @@ def no_negative(model: str) -> OptionError:
     """Why a model is given no negative prompt."""
     why = f"{model} reads no negative prompt: its guidance is against an empty prompt"
     return OptionError(words(Arg("negative_prompt"), "cannot be used"), why, "leave it out")
+
+
+def reads_pictures(config: ModelConfig) -> int:
+    """How many sources a request to a model of these parts may have; 0: it reads no pictures."""
+    if config.condition.kind != "tokens" or not config.encodes_pictures:
+        return 0
+    return FRAMES[config.condition.frame].reads_pictures
+
+
+def check_sources(config: ModelConfig, name: str, count: int) -> None:
+    """Raise an OptionError where a model of this name does not read so many pictures; no weights are needed."""
+    most = reads_pictures(config)
+    if count <= most:
+        return
+    if most:
+        why = f"{name} reads at most {most}"
+        raise OptionError(words(Arg("image"), f"has {count} pictures"), why, "fewer pictures")
+    known = [frame.family for frame in FRAMES.values() if frame.reads_pictures]
+    why = f"{name} reads no pictures" + (f"; {' and '.join(known)} do" if known else "")
+    raise OptionError(words(Arg("image"), "cannot be used"), why, "leave it out")
 
 
 def code_name(code: int) -> str:
