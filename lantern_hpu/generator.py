@@ -160,14 +160,10 @@ class ImageGenerator:
     def prefix(self, engine: Engine, requests: Sequence[Request]) -> Prefix:
         """The condition of a batch, as the engine takes it; a graph of its own where the device gathers operators."""
         self.backend.transfers.flush()
-        texts = [request.prompt for request in requests]
         condition = self.model.condition.sized(engine.target.config)
-        if all(request.negative is None for request in requests):
-            return condition.rows(texts, engine.spec.guidance)
-        if not (isinstance(condition, TokenConditioner) and condition.takes_negative):
+        if any(r.negative is not None for r in requests) and not condition.takes_negative:
             raise no_negative(self.model.name)
-        negatives = [request.negative for request in requests]
-        return condition.rows(texts, engine.spec.guidance, negatives)
+        return condition.rows(requests, engine.spec.guidance)
 
     def pixels(
         self, tokens: NDArray[np.int64], config: TransformerConfig | None = None
@@ -266,7 +262,7 @@ class ImageGenerator:
     def prepare(self, engine: Engine, requests: Sequence[Request], stats: RunStats) -> None:
         """What is done once, before the first batch."""
         with stats.adding("text_s"), self.backend.errors(), torch.no_grad():
-            self.model.condition.prepare([request.prompt for request in requests])
+            self.model.condition.prepare(requests)
         with stats.adding("warmup_s"):
             self.warm_up(engine, requests[0])
 

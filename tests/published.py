@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from lantern_hpu.core import Sampling
+from lantern_hpu.core import Request, Sampling
 from lantern_hpu.decode.common import sampling_params
 from lantern_hpu.models.families.emu3 import EMU35
 from lantern_hpu.models.files.checkpoint import open_checkpoint
@@ -56,7 +56,7 @@ def guided_logits(
     model: ImageModel, prompts: Sequence[str], tokens: Tensor, scale: float
 ) -> Tensor:
     """Of every token of these pictures [B, N], in one pass without a cache: [B, N, V]."""
-    prefix = model.condition.rows(prompts, True)
+    prefix = model.condition.rows(list(map(Request, prompts)), True)
     rows = torch.cat([tokens, tokens])  # [R, N]
     x = torch.cat([prefix.embeddings, model.target.embed(rows[:, :-1])], 1)
     length = x.shape[1]

@@ -137,7 +137,7 @@ def test_class_conditional_target_equals_its_twin(public: Path, model: str) -> N
     mine = opened(public, file)
     weights, config = twins.from_gpt(raw(public / file)), mine.target.config
     with torch.no_grad():
-        hidden = run(mine, mine.condition.rows(["207"], guidance=True), CODES)
+        hidden = run(mine, mine.condition.rows([Request("207")], guidance=True), CODES)
     for row, label in enumerate((207, None)):
         want = twins.llamagen_target(
             weights,
@@ -160,7 +160,7 @@ def test_caption_target_and_drafter_equal_their_twins(public: Path, name: str) -
     config, drafter = mine.target.config, mine.drafter
     assert drafter is not None
     with torch.no_grad():
-        prefix = mine.condition.rows(["red apple on a table"], guidance=True)
+        prefix = mine.condition.rows([Request("red apple on a table")], guidance=True)
         hidden = run(mine, prefix, CODES)
         guessed = guess(mine, prefix, hidden[:, :-1], CODES)
     parts = find_parts(str(public / name))
@@ -204,7 +204,7 @@ def test_anole_and_its_drafter_equal_their_twins(public: Path) -> None:
     assert drafter is not None and isinstance(mine.condition, TokenConditioner)
     words = mine.condition.words("a cat")
     with torch.no_grad():
-        prefix = mine.condition.rows(["a cat"], guidance=True)
+        prefix = mine.condition.rows([Request("a cat")], guidance=True)
         hidden = run(mine, prefix, CODES)
         logits = mine.target.head(hidden)
         guessed = guess(mine, prefix, hidden[:, :-1], CODES)
@@ -257,11 +257,11 @@ def test_training_sees_what_decoding_sees(public: Path, name: str) -> None:
     assert mine.drafter is not None
     with torch.no_grad():
         lesson = Lesson(mine, ["a cat"], tokens)
-        hidden = run(mine, mine.condition.rows(["a cat"], True), tokens[0].tolist()[:-1])
+        hidden = run(mine, mine.condition.rows([Request("a cat")], True), tokens[0].tolist()[:-1])
         guessed = mine.drafter(
             lesson.tokens, lesson.features, lesson.rope, lesson.mask(mine.drafter, 0)
         )
-        prefix = mine.condition.rows(["a cat"], True)
+        prefix = mine.condition.rows([Request("a cat")], True)
         want = guess(mine, prefix, hidden[:, :-1], tokens[0].tolist())
     torch.testing.assert_close(lesson.hidden, hidden)
     torch.testing.assert_close(guessed, want)
@@ -275,7 +275,7 @@ def first_tokens(pipeline: LanternPipeline, method: str, count: int) -> list[int
     request = Request("red", 0, Sampling(3.0, 0.0))
     tree = pipeline.resolve(Setting.of(method, tree="chain" if method != "ar" else None)).tree
     engine: Engine = pipeline.engines.make(pipeline.spec([request], tree, 1), "eager")
-    known = engine.prefill_batch(pipeline.model.condition.rows(["red"], True), [request])
+    known = engine.prefill_batch(pipeline.model.condition.rows([request], True), [request])
     number = 1
     while known[0] < count:
         known, number = engine.run_steps_and_read([0], number, 1), number + 1

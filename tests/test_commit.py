@@ -174,7 +174,7 @@ def test_keys_of_final_tokens_are_those_of_a_fresh_pass(name: str, steps: int) -
     engine = make_engine(models, spec_for(tree, requests, config=target.config))
     advance(engine, requests, steps)
     state, images = engine.state, len(requests)
-    prefix, valid, _ = condition(target.config, [one.prompt for one in requests])
+    prefix, valid, *_ = condition(target.config, [one.prompt for one in requests])
     for image in range(images):
         rows = list(range(image, 2 * images, images))
         written = 0 if not steps else 1 + (steps - 1) * tree.commit  # tokens that have keys

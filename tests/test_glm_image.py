@@ -104,7 +104,7 @@ def my_logits(
     model: ImageModel, config: TransformerConfig, prompts: Sequence[str], tokens: Tensor
 ) -> Tensor:
     """The same by ours, in one pass without a cache."""
-    prefix = model.condition.sized(config).rows(prompts, False)
+    prefix = model.condition.sized(config).rows(list(map(Request, prompts)), False)
     x = torch.cat([prefix.embeddings, model.target.embed(tokens[:, :-1])], 1)
     valid = torch.cat([prefix.valid, torch.ones_like(tokens[:, :-1], dtype=torch.bool)], 1)
     length = x.shape[1]

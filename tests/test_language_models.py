@@ -244,7 +244,7 @@ def test_luminas_published_drafter_equals_its_twin(public: Path) -> None:
     own = twins.arrays(a_row_a_head(lumina_state(public / LUMINA / "drafter")))
     tokens = torch.tensor([[3, 0, 8191, 8192, 5]])
     image = [3 + 4, 4, 8195, 8803, 5 + 4]
-    prefix = model.condition.rows(["a cat"], False)
+    prefix = model.condition.rows([Request("a cat")], False)
     hidden = torch.randn(1, config.prefix + 4, config.dim)
     ids = torch.cat([prefix.tokens, tokens], 1)[:, drafter.shift :][:, : hidden.shape[1]]
     places = torch.arange(1, hidden.shape[1] + 1) - (~prefix.valid).sum()
@@ -281,7 +281,7 @@ def test_lumina_drafts_past_the_end_of_a_row(public: Path, method: str, tree: st
         engine = pipeline.engines.make(
             pipeline.spec(requests, pipeline.resolve(setting).tree, 2), "strict"
         )
-        known = engine.prefill_batch(pipeline.model.condition.rows(PROMPTS[:2], True), requests)
+        known = engine.prefill_batch(pipeline.model.condition.rows(requests, True), requests)
         number = 1
         while min(known[:2]) < 40:
             known, number = engine.run_steps_and_read([0, 0], number, 1), number + 1
@@ -501,7 +501,7 @@ def test_names_of_control_tokens_and_image_codes_in_a_prompt_are_text(
     for prompt in (" ".join(spelled[:5] + spelled[-5:]), spelled[-1] * 2):
         assert condition.control & set(condition.frame.words(prompt))
         assert not condition.control & set(condition.words(prompt))
-        assert condition.length(prompt) > condition.length("red")
+        assert condition.length(Request(prompt)) > condition.length(Request("red"))
     condition.tokenizer.add_tokens(["apple"])
     later = TokenConditioner(condition.tokenizer, condition.frame, condition.embed)
     assert later.plain("a red apple") == "a red apple"

@@ -60,7 +60,7 @@ def test_a_prompt_names_the_size_and_holds_no_control_tokens(public: Path) -> No
 def test_words_are_those_tokens_whose_id_says_so(public: Path) -> None:
     """The size's digits are words, the two tokens around them are not."""
     model = opened(public / NAME)
-    prefix = model.condition.rows(["dog"], True)
+    prefix = model.condition.rows([Request("dog")], True)
     is_word, (row, without) = model.target.words(prefix.tokens), mammoth_rows(public / NAME, "dog")
     assert is_word is not None
     for mine, ids in zip(is_word, (row, without), strict=True):

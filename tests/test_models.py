@@ -88,7 +88,7 @@ def test_masked_slots_get_no_weight_and_an_empty_row_no_nan(dtype: torch.dtype) 
 def test_cached_forward_equals_the_whole_sequence_at_once(variant: str) -> None:
     target, _ = tiny_models(tiny_config(**VARIANTS[variant]))
     config = target.config
-    prefix, valid, _ = condition(config, PROMPTS)
+    prefix, valid, *_ = condition(config, PROMPTS)
     tokens = torch.randint(config.vocab_size, (12,), generator=torch.Generator().manual_seed(1))
     want = features(target, prefix, valid, tokens.tolist())
     rows, size = len(prefix), 4 + 12
@@ -132,7 +132,7 @@ def test_tree_verification_equals_a_sequential_pass_over_each_path(name: str, va
     with torch.no_grad():
         trees = Drafts(drafts, None, StaticTables(tree)(images))
         hidden = step.verify(trees, state.count + config.prefix, state)
-    prefix, valid, _ = condition(config, PROMPTS)
+    prefix, valid, *_ = condition(config, PROMPTS)
     for image in range(images):
         rows = [image, image + images]
         committed = state.tokens.view(images, -1)[image, : int(state.count[image])].tolist()
@@ -157,7 +157,7 @@ def test_drafter_catch_up_equals_one_pass_over_all_pairs(variant: str, sees_pads
     length = state.count + engine.target.config.prefix
     with torch.no_grad():
         guess = drafting.catch_up(length, state)
-    prefix, valid, _ = condition(engine.target.config, PROMPTS)
+    prefix, valid, *_ = condition(engine.target.config, PROMPTS)
     for image in range(len(PROMPTS)):
         rows = [image, image + len(PROMPTS)]
         count = int(state.count[image])

@@ -76,7 +76,7 @@ def test_greedy_tokens_are_those_of_transformers(public: Path, setting: Setting)
     requests = [Request(p, 0, Sampling(SCALE, 0.0)) for p in PROMPTS]
     tree = pipeline.resolve(setting).tree
     engine = pipeline.engines.make(pipeline.spec(requests, tree, 3), "strict")
-    known = engine.prefill_batch(pipeline.model.condition.rows(PROMPTS, True), requests)
+    known = engine.prefill_batch(pipeline.model.condition.rows(requests, True), requests)
     number = 1
     while min(known[:3]) < 12:
         known, number = engine.run_steps_and_read([0, 0, 0], number, 1), number + 1

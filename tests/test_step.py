@@ -414,7 +414,7 @@ def test_caches_after_commit_are_those_of_a_fresh_pass(settings: str, steps: int
     advance(engine, requests, steps)
     state, images = engine.state, len(requests)
     move_pending(state, spec.rows)
-    prefix, valid, _ = condition(CONFIG, PROMPTS, spec.guidance)
+    prefix, valid, *_ = condition(CONFIG, PROMPTS, spec.guidance)
     for image in range(images):
         rows = list(range(image, spec.rows, images))
         count, owed = int(state.count[image]), int(state.drafting.pending_count[image])

@@ -19,6 +19,7 @@ from tqdm import tqdm
 from lantern_hpu.backends import get_backend, host
 from lantern_hpu.backends.base import DevicePlan
 from lantern_hpu.commands import generate
+from lantern_hpu.core import Request
 from lantern_hpu.decode import memory
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.errors import DeviceError, OptionError
@@ -94,7 +95,7 @@ def features(model: ImageModel) -> tuple[Tensor, Tensor, Tensor]:
     from lantern_hpu.models.transformer import rope_table
     from lantern_hpu.ops.buffers import additive_mask, prefix_mask
 
-    prefix, config = model.condition.rows(PROMPTS, True), model.target.config
+    prefix, config = model.condition.rows(list(map(Request, PROMPTS)), True), model.target.config
     assert prefix.embeddings.shape[1:] == (config.prefix, config.dim) and model.drafter is not None
     tokens = torch.arange(9).repeat(len(prefix.valid), 1) * 3 % 32  # [R, 9]
     x = torch.cat([prefix.embeddings, model.target.embed(tokens)], 1)  # [R, T, H]

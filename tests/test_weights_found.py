@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from lantern_hpu.core import Request
 from lantern_hpu.errors import WeightsError
 from lantern_hpu.models.families.eagle import open_drafter
 from lantern_hpu.models.files.checkpoint import open_checkpoint
@@ -97,8 +98,8 @@ def test_the_same_of_drafters_and_text_encoders(how: str, public: Path, tmp_path
     assert same(mine.drafter, known.drafter)
     prompts = ["a cat"]
     assert torch.equal(
-        mine.condition.rows(prompts, True).embeddings,
-        known.condition.rows(prompts, True).embeddings,
+        mine.condition.rows(list(map(Request, prompts)), True).embeddings,
+        known.condition.rows(list(map(Request, prompts)), True).embeddings,
     )
 
 

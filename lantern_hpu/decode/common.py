@@ -198,6 +198,14 @@ class Positions(nn.Module):
         """Cosines and sines at cache positions [R, T]: [R, T, 2, hd / 2]."""
         return self.rotary(position, state.pads).to(state.dtype)
 
+    def prefix_rope(self, entry: PrefillInput, first: int, width: int) -> Tensor:
+        """The same at positions of prefixes, from a first one on: [RA, T, 2, hd / 2]."""
+        places = slice(first, first + width)
+        if entry.axes is not None:
+            return self.rotary.at(entry.axes[:, :, places]).to(entry.dtype)
+        position = self.arange[places].expand(len(entry.pads), -1)
+        return self.rope(position, entry)
+
     def place(
         self,
         start: Tensor,

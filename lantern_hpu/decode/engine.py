@@ -328,13 +328,14 @@ class Engine:
 
 def upload_prefix(engine: Engine, prefix: Prefix, inputs: PrefillInput) -> None:
     """Copy the condition of images to where they are admitted from."""
-    embeddings, valid, tokens = prefix
-    inputs.prefix.copy_(embeddings)
-    inputs.prefix_tokens.copy_(tokens)
-    inputs.pads.copy_((~valid).sum(1, dtype=torch.int32))
+    inputs.prefix.copy_(prefix.embeddings)
+    inputs.prefix_tokens.copy_(prefix.tokens)
+    inputs.pads.copy_(prefix.pads)
+    if inputs.axes is not None and prefix.axes is not None:
+        inputs.axes.copy_(prefix.axes)
     # Positions past the prefix are never padding.
-    width = inputs.valid.shape[1] - valid.shape[1]
-    inputs.valid.copy_(F.pad(valid, (0, width), value=True))
+    width = inputs.valid.shape[1] - prefix.valid.shape[1]
+    inputs.valid.copy_(F.pad(prefix.valid, (0, width), value=True))
     engine.backend.transfers.flush()
 
 

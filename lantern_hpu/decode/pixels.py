@@ -11,6 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from lantern_hpu.backends.base import Backend, own_defaults
+from lantern_hpu.core import Request
 from lantern_hpu.errors import OptionError
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.model import ImageModel
@@ -83,7 +84,7 @@ def hidden_states(
         raise OptionError("tokens are not those of an image", why, "result.tokens[0]")
     if len(drawn) == config.tokens and closing is not None:
         drawn.append(condition.place(closing))
-    prefix = condition.rows([prompt], False)
+    prefix = condition.rows([Request(prompt)], False)
     rows = torch.tensor([drawn], dtype=torch.int32).to(device)  # [1, N + 1]
     x = torch.cat([prefix.embeddings, target.embed(rows)], 1)
     length = x.shape[1]

@@ -85,7 +85,7 @@ class Spec:
             metered=tree.commit > 1
             or (tree.depth > 0 and any(r.relaxation.metered for r in requests)),
             grid=config.grid if config.code_pixels else None,
-            prefix=config.prefix if config.prefixes else None,
+            prefix=config.prefix if config.prefixes or config.sourced else None,
         )
 
     def first_missing(self, need: Spec) -> str:

@@ -65,7 +65,8 @@ class PrefillInput:
     # [RA, P] int32, what a drafter reads there: words, or 0 where there are none
     prefix_tokens: Tensor
     valid: Tensor  # [RA, S] bool, False at padded prefix positions
-    pads: Tensor  # [RA] int32, how many those are
+    pads: Tensor  # [RA] int32, positions of the prefix that are none of the rotary embedding's
+    axes: Tensor | None  # [RA, 3, P] int32, see `Prefix`; None where no prompt holds pictures
     sampling: SamplingParams  # [A]
     bounds: Bounds | None  # [A]; None where nothing is drafted
     first_uniform: Tensor  # [A] float32, for the token that admission draws
@@ -91,6 +92,7 @@ class PrefillInput:
             prefix_tokens=int_zeros(device, r, config.prefix),
             valid=torch.ones(r, s, dtype=torch.bool, device=device),
             pads=int_zeros(device, r),
+            axes=int_zeros(device, r, 3, config.prefix) if config.has_axes else None,
             sampling=no_sampling(a, config.vocab_size, device),
             bounds=no_bounds(a, spec, device),
             first_uniform=float_zeros(device, a),

@@ -72,10 +72,9 @@ class Prefill(nn.Module):
         entry, width = state.prefill, self.target.config.prefix
         causal = self.positions.causal[:width, :width]
         mask = additive_mask(prefix_mask(entry.valid[:, :width], causal), entry.dtype)
-        position = self.positions.arange[:width].expand(len(rows), -1)
         index = self.positions.entry_index(rows, width)
         cache = state.kv_cache.written(index, len(rows))
-        rope = self.positions.rope(position, entry)
+        rope = self.positions.prefix_rope(entry, 0, width)
         aux, words = self.aux_layers, self.target.words(entry.prefix_tokens)
         return self.target(entry.prefix, rope, mask, cache, index, aux_layers=aux, words=words)
 

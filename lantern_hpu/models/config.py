@@ -105,6 +105,8 @@ class TransformerConfig:
     grids: tuple[tuple[int, int], ...] = ()  # the only ones that were trained; empty: any (Emu3.5)
     # Shorter prefixes, rising, for prompts that fit into one; they take less to read (GLM-Image)
     prefixes: tuple[int, ...] = ()
+    # Prefixes of prompts with pictures in them, rising; no preview is drawn then (GLM-Image, Lumina-mGPT)
+    source_prefixes: tuple[int, ...] = ()
     max_positions: int | None = None  # of the rotary embedding, as it was trained
     # The last layers in which words have a SwiGLU of their own, and rows of the embedding that are words, behind the
     # vocabulary's; all other rows are image tokens (MammothModa2)
@@ -124,8 +126,9 @@ class TransformerConfig:
             raise ValueError(f"norm_eps is {self.norm_eps}, rope_base is {self.rope_base}")
         if self.tokens > MOST_TOKENS or not self.grid_step:
             raise ValueError(f"grid {self.grid} in steps of {self.grid_step}")
-        if (0, *self.prefixes) != tuple(sorted({0, *self.prefixes})):
-            raise ValueError(f"prefixes {self.prefixes} do not rise")
+        for prefixes in (self.prefixes, self.source_prefixes):
+            if (0, *prefixes) != tuple(sorted({0, *prefixes})):
+                raise ValueError(f"prefixes {prefixes} do not rise")
         if not 0 <= self.word_layers <= self.layers or (self.word_layers and not self.word_rows):
             why = f"{self.word_layers} of {self.layers} layers, {self.word_rows} words"
             raise ValueError(f"words cannot have layers of their own: {why}")
@@ -138,21 +141,31 @@ class TransformerConfig:
             raise ValueError(f"sections {self.rope_sections} of {pairs} frequencies")
         if self.rotated % 2 or not 0 < self.rotated <= self.head_dim:
             raise ValueError(f"{self.rotated} rotated features of {self.head_dim}")
-        if self.preview and (self.row_ends or self.rope != "mrope" or not min(self.preview_grid)):
+        small = self.preview and not self.sourced and not min(self.preview_grid)
+        if small or (self.preview and (self.row_ends or self.rope != "mrope")):
             raise ValueError(f"a preview of {self.preview_grid} codes and a grid of {self.grid}")
         if not 0 <= self.spare_codes < self.vocab_size - self.row_ends or (
             self.spare_codes and (self.row_ends or self.head_hidden is not None)
         ):
             raise ValueError(f"{self.spare_codes} spare codes of {self.vocab_size}")
 
-    def of_grid(self, grid: tuple[int, int] | None, words: int = 0) -> TransformerConfig:
-        """The same for pictures of another grid, and with the shortest prefix for `words` tokens (0: any)."""
-        prefix = next((p for p in self.prefixes if 0 < words <= p), self.prefix)
+    def of_grid(
+        self, grid: tuple[int, int] | None, words: int = 0, sourced: bool = False
+    ) -> TransformerConfig:
+        """The same for pictures of another grid, and with the shortest prefix for `words` tokens (0: any).
+
+        Args:
+            sourced: of prompts with pictures in them.
+        """
+        prefixes, longest = self.prefixes, self.prefix
+        if sourced:
+            prefixes, longest = self.source_prefixes, self.source_prefixes[-1]
+        prefix = next((p for p in prefixes if 0 < words <= p), longest)
         if (grid or self.grid, prefix) == (self.grid, self.prefix):
             return self
         other = replace(self, grid=grid or self.grid, prefix=prefix)
         drawn = max(other.grid) + max(other.preview_grid) if self.rope == "mrope" else other.tokens
-        last = self.prefix + drawn
+        last = longest + drawn
         if self.max_positions is not None and last > self.max_positions:
             raise ValueError(f"it takes {last} positions, {self.max_positions} were trained")
         return other
@@ -166,9 +179,21 @@ class TransformerConfig:
         """Whole rows of the picture that the first `known` tokens hold."""
         return min(max(known - self.preview_tokens, 0) // self.columns, self.grid[0])
 
+    @property
+    def sourced(self) -> bool:
+        """Whether these are the sizes for prompts with pictures in them."""
+        return self.prefix in self.source_prefixes
+
+    @property
+    def has_axes(self) -> bool:
+        """Whether places of a prompt's tokens are given, as they do not follow from their order."""
+        return self.sourced and self.rope == "mrope"
+
     @cached_property
     def preview_grid(self) -> tuple[int, int]:
         """Rows and columns of the preview; zeros if there is none."""
+        if self.sourced:
+            return 0, 0
         ratio = self.grid[0] / self.grid[1]
         return int(math.sqrt(ratio) * self.preview), int(math.sqrt(1 / ratio) * self.preview)
 

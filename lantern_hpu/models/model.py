@@ -206,7 +206,7 @@ class ImageModel:
         config = self.sized(sizes.pop())
         if not config.prefixes:
             return config
-        return config.of_grid(config.grid, max(self.condition.length(r.prompt) for r in requests))
+        return config.of_grid(config.grid, max(self.condition.length(r) for r in requests))
 
     def sized(self, size: tuple[int, int] | None) -> TransformerConfig:
         """The target's for pictures of a height and width in pixels; None: as the model has them."""

@@ -78,7 +78,7 @@ class Axis(nn.Module):
         self.place, self.table = constant(place), constant(table)
 
     def forward(self, position: Tensor, length: Tensor) -> Tensor:
-        """[R, T] of prompts with `length` [R] words: [R, T, 2, frequencies]."""
+        """[R, T] of prompts that take `length` [R] positions: [R, T, 2, frequencies]."""
         return self.table[(self.place[position] + length[:, None]).clamp(min=0)]
 
 
@@ -104,6 +104,12 @@ class Rotary(nn.Module):
         if self.rule == "1d":
             position = (position - pads[:, None]).clamp(min=0)
         return self.table[position]
+
+    def at(self, axes: Tensor) -> Tensor:
+        """At places on the axes of "mrope" [R, 3, T]: [R, T, 2, hd / 2] float32."""
+        axis: Any
+        pairs = zip(self.axes, axes.unbind(1), strict=True)
+        return torch.cat([axis.table[at] for axis, at in pairs], -1)
 
 
 class RMSNorm(nn.Module):

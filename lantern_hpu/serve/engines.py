@@ -37,7 +37,7 @@ class EngineSlots:
         condition = pipeline.model.condition
         prompt = usual_prompts(condition.takes_classes)[0]
         usual = Request(prompt, 0, sampling, served.setting.relaxation)
-        condition.prepare([prompt])
+        condition.prepare([usual])
         pipeline.warm_up(engine, usual)
         check_replay(pipeline, engine, usual)
         self.pipeline, self.engine, self.served = pipeline, engine, served
@@ -99,7 +99,7 @@ class EngineSlots:
         size, engine = self.batch.size, self.engine
         requests = [self.usual] * size
         with self.pipeline.backend.errors():
-            self.pipeline.model.condition.prepare([self.usual.prompt])
+            self.pipeline.model.condition.prepare([self.usual])
             engine.prefill_batch(self.pipeline.prefix(engine, requests), requests)
             engine.run_steps_and_read([0] * size, 1, 1)
             engine.check_captures()

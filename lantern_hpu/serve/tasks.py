@@ -134,7 +134,7 @@ class ImageTasks:
             if not self.queue.is_answered(job):
                 with self.answering(job, "text"):
                     began = time.monotonic()
-                    self.pipeline.model.condition.prepare([job.request.prompt])
+                    self.pipeline.model.condition.prepare([job.request])
                     job.text = time.monotonic() - began
         self.queue.text_is_done(jobs)
 

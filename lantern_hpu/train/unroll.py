@@ -190,7 +190,8 @@ class Lesson:
         self.params = sampling_params(settings, config.vocab_size, tokens.device)
         grammar = make_grammar(config)
         self.grammar = None if grammar is None else grammar.to(tokens.device)
-        prefix, valid, words = model.condition.rows(prompts, self.guidance)
+        requests = list(map(Request, prompts))
+        prefix, valid, words, _ = model.condition.rows(requests, self.guidance)
         rows = tokens.repeat(2, 1) if self.guidance else tokens  # [R, N]
         length = config.prefix + tokens.shape[1] - 1
         position = torch.arange(length, device=valid.device).expand(len(valid), -1)

@@ -68,7 +68,7 @@ class Tuner:
         self.prompts = list(prompts or usual_prompts(condition.takes_classes))
         self.relaxation = pipeline.resolve(options.setting).relaxation
         with pipeline.backend.errors(), torch.no_grad():
-            condition.prepare(self.prompts)
+            condition.prepare(list(map(Request, self.prompts)))
 
     @contextmanager
     def measuring(self, name: str) -> Iterator[None]:

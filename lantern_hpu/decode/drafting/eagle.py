@@ -72,8 +72,7 @@ class EagleDrafting(Drafting):
             if not drafter.sees_pads:
                 mask = prefix_mask(entry.valid[:, :width], mask)
             words = entry.prefix_tokens[:, drafter.shift :][:, :width]
-            position = (self.positions.arange[:width] + 1).expand(len(rows), -1)
-            rope = self.positions.rope(position, entry)
+            rope = self.positions.prefix_rope(entry, 1, width)
             index = self.positions.entry_index(rows, width)
             cache = kept.kv_cache.written(index, len(rows)).layers[0]
             mask = additive_mask(mask, hidden.dtype)

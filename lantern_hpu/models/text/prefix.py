@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lantern_hpu.core import Request
 from lantern_hpu.errors import OptionError
 from lantern_hpu.files import ASSETS, some_names
 from lantern_hpu.models.config import ConditionConfig, TransformerConfig
@@ -160,19 +161,29 @@ class Prefix(NamedTuple):
     embeddings: Tensor  # [R, P, H]
     valid: Tensor  # [R, P] bool, False at pads, which are on the left
     tokens: Tensor  # [R, P] int32, what the drafter reads there: words, or 0 where there are none
+    # [R, 3, P] int32, places on the axes of "mrope"; None where each token is one behind the last
+    axes: Tensor | None = None
+
+    @property
+    def pads(self) -> Tensor:
+        """Positions of the cache that are none of the rotary embedding's, pads among them: [R] int32."""
+        if self.axes is None:
+            return (~self.valid).sum(1, dtype=torch.int32)
+        return self.valid.shape[1] - 1 - self.axes[:, 0, -1]  # a prompt ends in a word
 
 
 class Conditioner(ABC):
     """What a family of models does with a prompt."""
 
     takes_classes = False  # whether prompts are class labels
+    takes_negative = False  # whether guidance subtracts words that a user may choose
 
     @abstractmethod
-    def prepare(self, prompts: Sequence[str]) -> None:
-        """Refuse what cannot be read, and encode what takes long, for all prompts of a run at once."""
+    def prepare(self, requests: Sequence[Request]) -> None:
+        """Refuse what cannot be read, and encode what takes long, for all requests of a run at once."""
 
     @abstractmethod
-    def rows(self, prompts: Sequence[str], guidance: bool) -> Prefix: ...
+    def rows(self, requests: Sequence[Request], guidance: bool) -> Prefix: ...
 
     def clean(self, prompt: str) -> None:  # noqa: B027
         """What of `prepare` needs no device and may take long; in any thread."""
@@ -181,8 +192,8 @@ class Conditioner(ABC):
         """The same for a target of other sizes, where those are chosen by request."""
         return self
 
-    def length(self, prompt: str) -> int:
-        """Positions that a prompt takes; 0 where that is always the whole prefix."""
+    def length(self, request: Request) -> int:
+        """Positions that a request takes; 0 where that is always the whole prefix."""
         return 0
 
     def notes(self, prompt: str) -> list[str]:
@@ -226,12 +237,14 @@ class CaptionConditioner(Conditioner):
     def clean(self, prompt: str) -> None:
         self.text.clean(prompt)
 
-    def prepare(self, prompts: Sequence[str]) -> None:
-        self.text.prepare(prompts)
+    def prepare(self, requests: Sequence[Request]) -> None:
+        self.text.prepare([request.prompt for request in requests])
 
-    def rows(self, prompts: Sequence[str], guidance: bool) -> Prefix:
+    def rows(self, requests: Sequence[Request], guidance: bool) -> Prefix:
         """The unconditional rows use the caption's mask, as LlamaGen's sampler does."""
-        features, valid = self.text.encode(prompts)  # [B, P, C], [B, P]
+        features, valid = self.text.encode(
+            [request.prompt for request in requests]
+        )  # [B, P, C], [B, P]
         uncond = self.projection.uncond
         features = features.to(uncond.dtype)
         if guidance:
@@ -255,12 +268,12 @@ class ClassConditioner(Conditioner):
     def __init__(self, table: nn.Embedding, to_device: ToDevice = to_device) -> None:
         self.table, self.to_device = table, to_device
 
-    def prepare(self, prompts: Sequence[str]) -> None:
-        for prompt in prompts:
-            class_index(prompt)  # an unknown one is refused before anything is drawn
+    def prepare(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            class_index(request.prompt)  # an unknown one is refused before anything is drawn
 
-    def rows(self, prompts: Sequence[str], guidance: bool) -> Prefix:
-        chosen = [class_index(prompt) for prompt in prompts]
+    def rows(self, requests: Sequence[Request], guidance: bool) -> Prefix:
+        chosen = [class_index(request.prompt) for request in requests]
         if guidance:
             chosen += [self.table.num_embeddings - 1] * len(chosen)
         index = self.to_device(torch.tensor(chosen), self.table.weight.device)[:, None]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lantern_hpu.core import Request
 from lantern_hpu.errors import Arg, WeightsError, needing, words
 from lantern_hpu.files import check_content
 from lantern_hpu.models.config import TransformerConfig
@@ -69,6 +70,7 @@ class TokenConditioner(Conditioner):
         self.tokenizer, self.frame, self.embed = tokenizer, frame, embed
         self.word_table, self.to_device = word_table, to_device
         self.width = frame.config.prefix
+        self.takes_negative = frame.takes_negative
         added = getattr(tokenizer, "added_tokens_decoder", {})
         special = {id for id, token in added.items() if token.special}
         self.control = special | set(frame.id.values()) | frame.drawn()
@@ -84,13 +86,13 @@ class TokenConditioner(Conditioner):
             )
         return self.others[config]
 
-    def length(self, prompt: str) -> int:
-        return len(self.frame.ids(self.plain(prompt)))
+    def length(self, request: Request) -> int:
+        return len(self.frame.ids(self.plain(request.prompt)))
 
-    def prepare(self, prompts: Sequence[str]) -> None:
-        """Split them: what is split is kept for a while."""
-        for prompt in prompts:
-            self.length(prompt)
+    def prepare(self, requests: Sequence[Request]) -> None:
+        """Split prompts: what is split is kept for a while."""
+        for request in requests:
+            self.length(request)
 
     def words(self, prompt: str) -> list[int]:
         return self.frame.words(self.plain(prompt))
@@ -107,18 +109,11 @@ class TokenConditioner(Conditioner):
                 prompt = prompt.replace(name, name[0] + BREAK + name[1:])
         return prompt
 
-    @property
-    def takes_negative(self) -> bool:
-        """Whether guidance subtracts words that a user may choose."""
-        return self.frame.takes_negative
-
-    def rows(
-        self, prompts: Sequence[str], guidance: bool, negatives: Sequence[str | None] | None = None
-    ) -> Prefix:
-        """`negatives` are what guidance draws away from, of each prompt; None: the model's own."""
-        rows = [self.frame.ids(self.plain(prompt)) for prompt in prompts]
+    def rows(self, requests: Sequence[Request], guidance: bool) -> Prefix:
+        rows = [self.frame.ids(self.plain(request.prompt)) for request in requests]
         if guidance:
-            words = [n if n is None else self.plain(n) for n in negatives or [None] * len(rows)]
+            given = [request.negative for request in requests]
+            words = [n if n is None else self.plain(n) for n in given]
             rows += [self.frame.without(r, n) for r, n in zip(rows, words, strict=True)]
         device = next(self.embed.parameters()).device
         lengths = self.to_device(torch.tensor([len(row) for row in rows]), device)
