@@ -19,7 +19,7 @@ from PIL import Image
 from lantern_hpu.commands.serve import make_parser, serve_request
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.png import read_png
-from lantern_hpu.serve import app
+from lantern_hpu.serve import answers
 from lantern_hpu.serve.calls import read_call
 from lantern_hpu.serve.options import ServeOptions
 from lantern_hpu.serve.protocol import ImagesRequest
@@ -115,12 +115,12 @@ def test_a_picture_has_an_address_for_a_while(
     assert base64.b64decode(whole["b64_json"]) == fetched.content and whole["url"] is None
     both = drawn(server.post(prompt="cat", seed=3))["data"][0]
     assert both["b64_json"] and httpx.get(both["url"]).content == fetched.content
-    monkeypatch.setattr(app, "KEPT_FILES", 1)
+    monkeypatch.setattr(answers, "KEPT_FILES", 1)
     last = drawn(server.post(prompt="cat", n=2, response_format="url"))["data"]
     assert httpx.get(last[1]["url"]).status_code == 200
     for gone in (address, last[0]["url"], server.url + "/v1/images/files/x.png"):
         assert httpx.get(gone).status_code == 404
-    monkeypatch.setattr(app, "KEPT_SECONDS", -1.0)
+    monkeypatch.setattr(answers, "KEPT_SECONDS", -1.0)
     assert httpx.get(last[1]["url"]).status_code == 404
     monkeypatch.setitem(server.app.state._state, "files", None)  # as replicas have it
     refused = server.post(prompt="cat", response_format="url")

@@ -51,8 +51,8 @@ from lantern_hpu.methods.relaxation import EXACT, Blended
 from lantern_hpu.models.text.prefix import WordConditioner
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.png import read_png
+from lantern_hpu.serve import answers, process
 from lantern_hpu.serve import app as middleware
-from lantern_hpu.serve import process
 from lantern_hpu.serve.app import make_app
 from lantern_hpu.serve.decoder import DecodeThread
 from lantern_hpu.serve.engines import specs_to_capture
@@ -1408,7 +1408,7 @@ def test_a_stream_that_waits_sends_comments_and_no_proxy_holds_it_back(
     server: Running, slow: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The client of OpenAI's API skips them."""
-    monkeypatch.setattr(middleware, "SILENT", 0.02)
+    monkeypatch.setattr(answers, "SILENT", 0.02)
     body = {"prompt": "red cat", "seed": 7, "stream": True, "method": "ar"}
     with httpx.stream("POST", server.url + PATH, json=body, timeout=300) as answer:
         assert answer.headers["x-accel-buffering"] == "no"

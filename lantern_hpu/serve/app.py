@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import ipaddress
-import json
 import logging
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine
 from contextlib import asynccontextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
@@ -18,15 +16,13 @@ from typing import Annotated, Any
 
 from lantern_hpu import __version__
 from lantern_hpu.errors import Arg, as_option, needing
-from lantern_hpu.methods.setting import METHODS
-from lantern_hpu.results.png import encode
 from lantern_hpu.serve import protocol
+from lantern_hpu.serve.answers import CLOSED, ImageRequestHandler, Record, kept_file
 from lantern_hpu.serve.api_page import api_page
-from lantern_hpu.serve.calls import ParsedRequest, check_name, read_call
+from lantern_hpu.serve.calls import check_name, read_call
 from lantern_hpu.serve.decoder import DecodeThread
 from lantern_hpu.serve.options import MAX_BODY, PREFIX, ServeOptions
 from lantern_hpu.serve.protocol import ApiError
-from lantern_hpu.serve.queue import Done, Event, Job, Partial
 
 with needing("fastapi", "the server is built on it", "serve"):
     from fastapi import APIRouter, Depends, FastAPI, Request, Response, Security
@@ -44,13 +40,10 @@ HERE = Path(__file__).parent
 IMAGES = "/v1/images/generations"
 PROBES = ("/livez", "/readyz", "/health")
 FORWARDED = {"proto": "https?", "host": r"[\w.:\[\]-]+", "prefix": PREFIX}  # X-Forwarded-*
-SILENT = 15.0  # seconds after which a stream says that it waits
 NO_KEY = "wrong or missing API key"
 DISCARDED = 64 * 2**20  # bytes of a body that is too large, read and forgotten
 BODY_SECONDS = 10.0  # in which a body has to arrive
 GZIP = b"\x1f\x8b"  # how such a body begins
-CLOSED = 499  # status in log and metrics where the client left, as nginx has it
-KEPT_FILES, KEPT_SECONDS = 64, 3600.0  # pictures that answers have addresses of: the last ones
 STOPPING = 0.3  # seconds for the decode thread to end, once all its images are answered
 STALE = 120.0  # seconds without a heartbeat after which the loop is taken for dead
 HEADERS = {
@@ -85,38 +78,6 @@ class Keyed(APIRoute):
 
 router = APIRouter()
 keyed = APIRouter(route_class=Keyed, dependencies=[Security(bearer)])  # as the schema says it
-
-
-class Record:
-    """The line of the log for one request."""
-
-    def __init__(self, headers: Headers) -> None:
-        self.began = time.monotonic()
-        self.id = headers.get("x-request-id", "")[:64] or f"img-{secrets.token_hex(8)}"
-        self.status, self.about = 500, dict[str, Any]()
-
-    def asked(self, call: ParsedRequest) -> None:
-        request = call.requests[0]
-        self.about["method"] = call.served.setting.method
-        self.about["n"] = len(call.requests)
-        self.about["seed"] = request.seed
-        self.about["stream"] = call.stream
-        self.about["prompt_chars"] = len(request.prompt)
-
-    def answered(self, images: Sequence[Done]) -> None:
-        self.status = 200
-        steps = [done.drawn.record.steps for done in images]
-        self.about["queue_s"] = round(max(done.queue for done in images), 4)
-        self.about["steps"] = steps if len(steps) > 1 else steps[0]
-
-    def failed(self, error: ApiError) -> None:
-        hidden = error.param in ("prompt", "negative_prompt")  # its message may quote it
-        what = f"{error.param}: {error.code}" if hidden else error.message[:200]
-        self.status, self.about["error"] = error.status_code, what
-
-    def write(self) -> None:
-        line = {"event": "request", "id": self.id, "status": self.status, **self.about}
-        log.info(json.dumps(line | {"seconds": round(time.monotonic() - self.began, 4)}))
 
 
 class Guard:
@@ -413,21 +374,7 @@ async def one_model(name: str, decoder: TheDecoder) -> protocol.ModelCard:
 @router.get("/v1/images/files/{name}", response_class=Response)
 async def image_file(name: str, request: Request) -> Response:
     """A picture that an answer has the address of. Who knows it needs no key, as browsers send none."""
-    found = (request.app.state.files or {}).get(name)
-    if found is None or time.monotonic() - found[0] > KEPT_SECONDS:
-        raise ApiError(404, "no such picture, or not any more", None, "not_found")
-    return Response(found[1], media_type=f"image/{name.rpartition('.')[2]}")
-
-
-def keep_file(request: Request, data: bytes, kind: str) -> str | None:
-    """-> the address at which the server has a picture for a while; None where several share a port"""
-    files, name = request.app.state.files, f"{secrets.token_urlsafe(16)}.{kind}"
-    if files is None:
-        return None
-    files[name] = time.monotonic(), data
-    while len(files) > KEPT_FILES:
-        files.pop(next(iter(files)))
-    return str(request.url_for("image_file", name=name))
+    return Response(kept_file(request, name), media_type=f"image/{name.rpartition('.')[2]}")
 
 
 @router.get("/", include_in_schema=False)
@@ -496,168 +443,3 @@ async def edit_images(request: Request) -> Response:
             pass
     what = f"this server does not edit images, it draws prompts: POST {IMAGES}"
     raise ApiError(400, what, None, "unsupported_operation")
-
-
-class ImageRequestHandler:
-    """The images of a request on their way, and what its answer says of them."""
-
-    def __init__(self, request: Request, decoder: DecodeThread, call: ParsedRequest) -> None:
-        """Queues the images."""
-        self.request, self.decoder, self.call = request, decoder, call
-        self.record: Record = request.state.record
-        loop, self.events = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Event]]()
-
-        def send(index: int, event: Event) -> None:
-            with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(self.events.put_nowait, (index, event))
-
-        height, width = call.size
-        self.payload: dict[str, Any] = {
-            "created": int(time.time()),
-            "output_format": call.output[0],
-            "model": decoder.served.name,
-            "size": f"{width}x{height}",
-        }
-        deadline = time.monotonic() + request.app.state.options.timeout
-        method, shape = call.served.setting.method, (call.need.grid, call.need.prefix)
-        self.jobs = [
-            Job(one, method, deadline, call.shows, partial(send, index), shape)
-            for index, one in enumerate(call.requests)
-        ]
-        decoder.submit(self.jobs)
-
-    async def answer(self) -> protocol.ImagesResponse | Response:
-        """All images; where the client goes away first, they are given up."""
-        done = asyncio.ensure_future(self.all_done())
-        gone = asyncio.ensure_future(self.disconnected())
-        try:
-            await asyncio.wait([done, gone], return_when=asyncio.FIRST_COMPLETED)
-            if not done.done():
-                self.record.status = CLOSED
-                return Response(status_code=CLOSED)
-            images = await done
-        finally:
-            gone.cancel()
-            done.cancel()
-            self.decoder.cancel(self.jobs)
-        self.record.answered(images)
-        data = [await self.image_data(one) for one in images]
-        return protocol.ImagesResponse(data=data, **self.payload, **self.used())
-
-    async def all_done(self) -> list[Done]:
-        done: dict[int, Done] = {}
-        while len(done) < len(self.jobs):
-            index, event = await self.events.get()
-            if isinstance(event, ApiError):
-                raise event
-            if isinstance(event, Done):
-                done[index] = event
-        return [done[index] for index in sorted(done)]
-
-    async def disconnected(self) -> None:  # the body has been read
-        while (await self.request.receive())["type"] != "http.disconnect":
-            pass
-
-    async def image_data(self, done: Done) -> protocol.ImageData:
-        picture = await asyncio.to_thread(picture_file, done, *self.call.output)
-        whole, kept = "b64_json" in self.call.kinds, "url" in self.call.kinds
-        return protocol.ImageData(
-            b64_json=base64.b64encode(picture).decode() if whole else None,
-            url=keep_file(self.request, picture, self.call.output[0]) if kept else None,
-            seed=done.drawn.record.seed,
-            metrics=self.metrics(done),
-        )
-
-    async def stream(self) -> AsyncIterator[str]:
-        """Server-sent events; where the client goes away, the generator is closed and the image given up."""
-        self.record.status = CLOSED
-        partials = 0
-        try:
-            while True:
-                try:
-                    _, event = await asyncio.wait_for(self.events.get(), SILENT)
-                except asyncio.TimeoutError:
-                    yield ": waiting\n\n"
-                    continue
-                if isinstance(event, ApiError):
-                    error = {"type": "error", **event.body()}
-                    yield f"event: error\ndata: {json.dumps(error)}\n\n"
-                    self.record.failed(event)
-                    return
-                shown = await self.shown(event, partials)
-                yield f"event: {shown.type}\ndata: {shown.model_dump_json()}\n\n"
-                partials += 1
-                if isinstance(event, Done):
-                    self.record.answered([event])
-                    return
-        finally:
-            self.decoder.cancel(self.jobs)
-
-    async def shown(
-        self, event: Partial | Done, index: int
-    ) -> protocol.PartialImage | protocol.CompletedImage:
-        """An event of a stream; `index` counts them."""
-        picture = await asyncio.to_thread(picture_file, event, *self.call.output)
-        common = self.payload | {"created_at": self.payload["created"]}
-        common["b64_json"] = base64.b64encode(picture).decode()
-        if isinstance(event, Done):
-            metrics = self.metrics(event)
-            return protocol.CompletedImage(**common, **self.used(), metrics=metrics)
-        rate = round((event.tokens - 1) / max(event.steps, 1), 4)
-        common["metrics"] = protocol.PartialMetrics(steps=event.steps, tokens_per_step=rate)
-        return protocol.PartialImage(**common, partial_image_index=index, rows=event.rows)
-
-    def used(self) -> dict[str, Any]:
-        """Of `protocol.Settings`, and the tokens. The log counts warnings, as they quote the prompt."""
-        pipeline, setting = self.decoder.pipeline, self.call.served.setting
-        requests = self.call.requests
-        first, count = requests[0], len(requests)
-        warnings = [*(note for _, note in pipeline.notes(requests)), *self.call.warnings]
-        if warnings:
-            self.record.about["warnings"] = len(warnings)
-        config = self.call.need.sizes(pipeline.model.target.config)
-        read, drawn = config.prefix * count, config.tokens * count
-        usage = protocol.Usage(
-            input_tokens=read,
-            input_tokens_details=protocol.InputTokensDetails(text_tokens=read, image_tokens=0),
-            output_tokens=drawn,
-            total_tokens=read + drawn,
-        )
-        return {
-            "seed": first.seed,
-            "method": setting.method,
-            "tree": setting.tree.name,
-            "relaxation": first.relaxation.as_json(),
-            "warnings": warnings,
-            "usage": usage,
-            **vars(first.sampling),
-        }
-
-    def metrics(self, done: Done) -> protocol.ImageMetrics:
-        record = done.drawn.record
-        drafts = METHODS[self.call.served.setting.method].drafts
-        speculation = protocol.SpeculativeDecoding.of(record.steps, record.accepted_by_depth)
-        return protocol.ImageMetrics(
-            queue_s=round(done.queue, 4),
-            text_s=round(done.text, 4),
-            prefill_s=round(done.prefill, 4),
-            steps_s=round(done.decode, 4),
-            decode_s=round(done.pixels, 4),
-            steps=record.steps,
-            tokens_per_step=record.tokens_per_step,
-            accepted_by_depth=record.accepted_by_depth,
-            relaxed_accepts=record.relaxed_accepts,
-            tv_mean=record.tv_mean,
-            tv_max=record.tv_max,
-            tv_sum=record.tv_sum,
-            speculative_decoding=speculation if drafts else None,
-        )
-
-
-def picture_file(shown: Partial | Done, kind: str, quality: int) -> bytes:
-    """A finished PNG has the metadata to draw it again."""
-    if isinstance(shown, Done) and kind == "png":
-        return shown.drawn.png()
-    image = shown.drawn.image if isinstance(shown, Done) else shown.image
-    assert image is not None
-    return encode(image, kind, quality=quality)
