@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
@@ -103,9 +103,15 @@ def decoder_of(model: Path, *methods: str, **options: Any) -> DecodeThread:
     return DecodeThread(LanternPipeline.from_pretrained(str(model)), made)
 
 
+def plainly_loaded(options: ServeOptions) -> DecodeThread:
+    return DecodeThread(LanternPipeline.from_pretrained(options.model), options)
+
+
 @contextmanager
-def served(options: ServeOptions) -> Iterator[Running]:
-    decoder = DecodeThread(LanternPipeline.from_pretrained(options.model), options)
+def served(
+    options: ServeOptions, load: Callable[[ServeOptions], DecodeThread] = plainly_loaded
+) -> Iterator[Running]:
+    decoder = load(options)
     app = make_app(options, lambda: decoder)
     listening = process.listen("127.0.0.1", 0)
     port = listening.getsockname()[1]

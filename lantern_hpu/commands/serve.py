@@ -44,6 +44,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--allow", help=f"{extra}; {more}")
     sizes = "pictures that requests may ask for, the first is the default (the model's own)"
     add("--sizes", metavar="WxH,...", help=sizes)
+    add_fields(what, ServeOptions, "sglang", "model_sampling")
     much = parser.add_argument_group("how much")
     add_fields(much, ServeOptions, "slots", "queue", "timeout", "shutdown")
     processes = "server processes through Ray, one per card (1: without Ray)"

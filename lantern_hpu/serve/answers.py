@@ -13,6 +13,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from lantern_hpu.core import Request as DrawnRequest
 from lantern_hpu.errors import needing
 from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.results.png import encode
@@ -21,6 +22,7 @@ from lantern_hpu.serve.calls import ParsedRequest
 from lantern_hpu.serve.decoder import DecodeThread
 from lantern_hpu.serve.protocol import ApiError
 from lantern_hpu.serve.queue import Done, Event, Job, Partial
+from lantern_hpu.serve.served import Shape
 
 with needing("fastapi", "the server is built on it", "serve"):
     from fastapi import Request, Response
@@ -86,17 +88,14 @@ class ImageRequestHandler:
         }
         deadline = time.monotonic() + request.app.state.options.timeout
         setting = call.served.setting
-        needs = [decoder.served.spec_of(one, setting.tree) for one in call.requests]
+
+        def shape(one: DrawnRequest) -> Shape:
+            need = decoder.served.spec_of(one, setting.tree)
+            return need.grid, need.prefix
+
         self.jobs = [
-            Job(
-                one,
-                setting.method,
-                deadline,
-                call.shows,
-                partial(send, index),
-                (need.grid, need.prefix),
-            )
-            for index, (one, need) in enumerate(zip(call.requests, needs, strict=True))
+            Job(one, setting.method, deadline, call.shows, partial(send, index), shape(one))
+            for index, one in enumerate(call.requests)
         ]
         decoder.submit(self.jobs)
 

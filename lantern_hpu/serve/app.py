@@ -12,11 +12,11 @@ from collections.abc import AsyncIterator, Callable, Collection, Coroutine
 from contextlib import asynccontextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from lantern_hpu import __version__
 from lantern_hpu.errors import Arg, as_option, needing
-from lantern_hpu.serve import protocol
+from lantern_hpu.serve import protocol, sglang
 from lantern_hpu.serve.answers import CLOSED, ImageRequestHandler, Record, kept_file
 from lantern_hpu.serve.api_page import api_page
 from lantern_hpu.serve.calls import check_name, read_call
@@ -38,6 +38,7 @@ with needing("fastapi", "the server is built on it", "serve"):
 
 HERE = Path(__file__).parent
 IMAGES = "/v1/images/generations"
+JSON = "application/json"
 PROBES = ("/livez", "/readyz", "/health")
 FORWARDED = {"proto": "https?", "host": r"[\w.:\[\]-]+", "prefix": PREFIX}  # X-Forwarded-*
 NO_KEY = "wrong or missing API key"
@@ -110,6 +111,7 @@ class Guard:
             scope = as_public(scope, headers, scope["app"].state.options)
             scope["method"] = "GET" if asked == "HEAD" else asked
             self.check(scope, headers)
+            body.allowed = allowed_body(scope) or body.allowed
             await self.app(scope, body.receive, answer)
         except ApiError as error:
             record.failed(error)
@@ -118,7 +120,7 @@ class Guard:
         finally:
             if body.cut:
                 record.status = CLOSED
-            if own_path(scope) == IMAGES and scope["method"] == "POST":
+            if allowed_body(scope):
                 if record.status not in (200, CLOSED):
                     metrics = scope["app"].state.decoder.metrics
                     metrics.add("request_failure", 1, str(record.status))
@@ -139,15 +141,36 @@ class Guard:
             what = f"this server does not answer to the host {host[:100]!r}"
             hint = f"allow it with {as_option(Arg('allow_host'))}"
             raise ApiError(403, f"{what}; {hint}", None, "unknown_host")
-        if scope["method"] != "POST" or path != IMAGES:
+        allowed = allowed_body(scope)
+        if allowed is None:
             return
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         coding = headers.get("content-encoding", "identity").strip().lower()
-        if kind != "application/json" or coding != "identity":
-            what = f"Content-Type is {kind[:60]!r}; send application/json"
+        if kind != allowed.kind or coding != "identity":
+            what = f"Content-Type is {kind[:60]!r}; send {allowed.kind}"
             if coding != "identity":
                 what = f"Content-Encoding is {coding[:60]!r}; send the body as it is"
             raise ApiError(415, what, None, "unsupported_media_type")
+
+
+class AllowedBody(NamedTuple):
+    """What may be sent to a place that draws: a type, of at most so many bytes, within so many seconds."""
+
+    kind: str
+    size: int
+    seconds: float
+
+
+def allowed_body(scope: Scope) -> AllowedBody | None:
+    """What may be sent with a request; None where it draws nothing."""
+    path, options = own_path(scope), scope["app"].state.options
+    if scope["method"] != "POST":
+        return None
+    if path == IMAGES:
+        return AllowedBody(JSON, MAX_BODY, BODY_SECONDS)
+    if options.sglang and path in sglang.PLACES:
+        return AllowedBody(JSON, sglang.MAX_BODY, BODY_SECONDS)
+    return None
 
 
 def own_path(scope: Scope) -> str:
@@ -206,30 +229,32 @@ def known_host(header: str, hosts: Collection[str]) -> bool:
 
 
 class Body:
-    """The body of a request on its way in, of at most `MAX_BODY` bytes within `BODY_SECONDS`."""
+    """The body of a request on its way in, of at most so many bytes within so many seconds."""
 
     def __init__(self, receive: Receive) -> None:
         self.inner, self.size, self.whole, self.cut = receive, 0, False, False
         self.until = 0.0  # counted from when it is asked for
+        self.allowed = AllowedBody("", MAX_BODY, BODY_SECONDS)
 
     async def receive(self) -> Message:
         if self.whole:
             return await self.inner()
         message = await self.part()
         # What a client still sends when the connection is closed takes the answer from it
-        while MAX_BODY < self.size <= DISCARDED and not self.whole:
+        most = self.allowed.size
+        while most < self.size <= most + DISCARDED and not self.whole:
             await self.part()
-        if self.size > MAX_BODY:
-            what = f"the body is larger than {MAX_BODY} bytes"
+        if self.size > most:
+            what = f"the body is larger than {most} bytes"
             raise ApiError(413, what, None, "too_large", {"Connection": "close"})
         return message
 
     async def part(self) -> Message:
-        self.until = self.until or time.monotonic() + BODY_SECONDS
+        self.until = self.until or time.monotonic() + self.allowed.seconds
         try:
             message = await asyncio.wait_for(self.inner(), self.until - time.monotonic())
         except asyncio.TimeoutError as error:
-            what = f"the body did not arrive within {BODY_SECONDS:g} s"
+            what = f"the body did not arrive within {self.allowed.seconds:g} s"
             closing = {"Connection": "close"}
             raise ApiError(408, what, None, "request_timeout", closing) from error
         self.cut = message["type"] == "http.disconnect"
@@ -258,6 +283,8 @@ def make_app(options: ServeOptions, load: Callable[[], DecodeThread]) -> FastAPI
     app.state.options, app.state.files = options, dict[str, tuple[float, bytes]]()
     for each in (router, keyed):
         app.include_router(each)
+    for place in sglang.PLACES if options.sglang else ():
+        app.add_api_route(place, sglang.generate, methods=["POST"], include_in_schema=False)
     app.add_middleware(Guard)
     for kind in (RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, answer_error)
@@ -420,6 +447,9 @@ async def generate_images(
     asked: protocol.ImagesRequest, request: Request, decoder: TheDecoder
 ) -> protocol.ImagesResponse | Response:
     """Draw images for a prompt."""
+    if decoder.options.sglang:
+        what = "this server draws no pictures, but tokens for SGLang: POST /generate"
+        raise ApiError(404, what, None, "not_found")
     call = read_call(asked, decoder.served)
     await asyncio.to_thread(decoder.pipeline.model.condition.clean, asked.prompt)
     request.state.record.asked(call)

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, field
 
 from lantern_hpu.backends import DeviceOptions
+from lantern_hpu.core import Sampling
 from lantern_hpu.errors import Arg, OptionError, choices, require, words
 from lantern_hpu.fields import check_ranges, option
 from lantern_hpu.methods.relaxation import PRESETS
@@ -20,6 +21,7 @@ DEFAULT = (AUTO, "scd", "ar")
 PREFIX = r"(/[\w.~-]+)*"  # a path in front of the server's own
 MAX_N = 10  # images of a request, as OpenAI has it
 MAX_PROMPT = 4000  # characters
+SGLANG = Sampling(1.0)  # what SGLang Diffusion asks of the program that draws for it: no filter
 MAX_BODY = 1 << 17  # bytes; two prompts in the longest spelling of JSON have 96,000
 
 
@@ -66,6 +68,12 @@ class ServeOptions:
     forwarded_allow_ips: tuple[str, ...] = ()
     api_key: str | None = None
     allow_host: tuple[str, ...] = ()
+    sglang: bool = option(
+        False, "serve GLM-Image's tokens to SGLang Diffusion at /generate, and no pictures"
+    )
+    model_sampling: bool = option(
+        False, "draw for SGLang with the model's own sampling settings, not those that it sends"
+    )
 
     @property
     def settings(self) -> list[Setting]:
@@ -93,6 +101,9 @@ class ServeOptions:
             why = "a header carries printable ASCII without spaces alone"
             what = words(Arg("api_key"), "cannot be sent by clients")
             raise OptionError(what, why, "letters and digits")
+        if self.sglang and self.api_key is not None:
+            what = words(Arg("api_key"), "cannot be used with", Arg("sglang"))
+            raise OptionError(what, "SGLang sends none", "leave it and LANTERN_HPU_API_KEY out")
         if self.device.keep_text == "free":
             why = "prompts come as long as the server runs"
             what = words(Arg("keep_text", "free"), "cannot be served")

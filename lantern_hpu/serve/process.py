@@ -70,7 +70,11 @@ def listen(host: str, port: int) -> socket.socket:
 
 def check_served(options: ServeOptions, opened: OpenedModel) -> None:
     """Refuse what cannot be served before weights are read."""
-    opened.check_pictures()
+    if not options.sglang:
+        opened.check_pictures()
+    elif opened.config.condition.frame != "glm-image":
+        what = words(Arg("sglang"), f"cannot serve {opened.name}")
+        raise OptionError(what, "SGLang sends prompts of GLM-Image", Arg("model", "glm-image"))
     for setting in options.settings:
         if opened.config.drafter is None and setting.needs_drafter:
             raise lacks_drafter(opened.name, Arg("method", str(setting)))
@@ -89,7 +93,13 @@ def load_decoder(options: ServeOptions) -> DecodeThread:
     would be more than the cores, and the waits in a step become system calls.
     """
     check = partial(check_served, options)
-    load = partial(LanternPipeline.from_pretrained, options.model, given=options.given, check=check)
+    load = partial(
+        LanternPipeline.from_pretrained,
+        options.model,
+        given=options.given,
+        pictures=not options.sglang,
+        check=check,
+    )
     with ThreadPoolExecutor(1) as loading:
         return DecodeThread(loading.submit(load, **vars(options.device)).result(), options)
 

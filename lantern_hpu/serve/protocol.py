@@ -6,9 +6,9 @@ The fields are those of OpenAI's `POST /v1/images/generations`, as far as they c
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from lantern_hpu.core import check_text
 from lantern_hpu.errors import OptionError, needing
@@ -22,6 +22,7 @@ with needing("fastapi", "the server is built on it", "serve"):
         BaseModel,
         ConfigDict,
         Field,
+        ValidationError,
         create_model,
         model_validator,
     )
@@ -86,15 +87,30 @@ def refuse(param: str, value: object, allowed: str) -> ApiError:
     return ApiError(400, what, param, "invalid_value")
 
 
-def invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """The first of pydantic's errors on a body."""
+M = TypeVar("M", bound=BaseModel)
+
+
+def parsed(kind: type[M], body: Any) -> M:
+    """A body that FastAPI does not read; raises an ApiError."""
+    try:
+        return kind.model_validate(body)
+    except ValidationError as error:
+        found = [{**each, "loc": ("body", *each["loc"])} for each in error.errors()[:1]]
+        raise invalid(found, kind.model_fields) from error
+
+
+def invalid(errors: Sequence[Mapping[str, Any]], fields: Iterable[str] = ()) -> ApiError:
+    """The first of pydantic's errors on a body of these fields."""
     error = errors[0]
     param = next((str(part)[:60] for part in error["loc"][1:2]), None)
     if error["type"] == "json_invalid":
         why = error["ctx"]["error"]
         return ApiError(400, f"the body is not valid JSON: {why}", None, "invalid_json")
     if error["type"] == "extra_forbidden":
-        what = f"unknown field {param!r}; allowed: {', '.join(ImagesRequest.model_fields)}"
+        inner = ".".join(str(part)[:60] for part in error["loc"][1:])
+        what = (
+            f"unknown field {inner!r}; allowed: {', '.join(fields or ImagesRequest.model_fields)}"
+        )
         return ApiError(400, what, param, "unknown_parameter")
     if error["type"] == "too_many_fields":
         return ApiError(400, error["msg"], None, "invalid_value")

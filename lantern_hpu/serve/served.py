@@ -14,7 +14,7 @@ from lantern_hpu.methods.setting import AUTO, METHODS, Resolved, verified
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.text.frames import takes_negative
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.serve.options import ServeOptions
+from lantern_hpu.serve.options import SGLANG, ServeOptions
 from lantern_hpu.tree import Tree
 
 Shape = tuple[tuple[int, int] | None, int | None]  # grid and prefix of a spec
@@ -54,7 +54,7 @@ class ServedModel:
 def make_served_model(pipeline: LanternPipeline, options: ServeOptions) -> ServedModel:
     """What this model can serve, with what the options allow."""
     model, config = pipeline.model, pipeline.model.target.config
-    if model.vq is None and pipeline.diffusion is None:
+    if model.vq is None and pipeline.diffusion is None and not options.sglang:
         what, why = f"{model.name} cannot be served", "nothing decodes its tokens"
         raise OptionError(what, why, Arg("vq"))
     served: dict[str, ServedMethod] = {}
@@ -86,7 +86,7 @@ def make_served_model(pipeline: LanternPipeline, options: ServeOptions) -> Serve
         rows=config.grid[0] if pipeline.diffusion is None else 1,
         vocabulary=config.vocab_size,
         codes=model.codes,
-        sampling=replace(model.sampling, top_k=min(model.sampling.top_k, config.vocab_size)),
+        sampling=usual_sampling(pipeline, options),
         methods=served,
         spec_of=lambda asked, tree: spec_of(
             asked.sampling, asked.relaxation, tree, model.sizes([asked])
@@ -94,12 +94,20 @@ def make_served_model(pipeline: LanternPipeline, options: ServeOptions) -> Serve
     )
 
 
+def usual_sampling(pipeline: LanternPipeline, options: ServeOptions) -> Sampling:
+    """Of requests that do not say another: the model's own, or what SGLang asks for."""
+    if options.sglang and not options.model_sampling:
+        return SGLANG
+    usual = pipeline.model.sampling
+    return replace(usual, top_k=min(usual.top_k, pipeline.model.vocabulary))
+
+
 def serve_method(
     pipeline: LanternPipeline, setting: Resolved, options: ServeOptions
 ) -> ServedMethod:
     """A setting whose step does all that the options allow."""
     model, config = pipeline.model, pipeline.model.target.config
-    usual = model.sampling
+    usual = usual_sampling(pipeline, options)
     rules = {
         name: verified(preset.fit(model.codes), setting.tree, setting.relaxation.verify)
         for name, preset in PRESETS.items()

@@ -55,6 +55,17 @@ def splitter(tokenizer: Any) -> Words:
     return lambda text: list(tokens(text))
 
 
+class FramedPrompt(str):
+    """A prompt that another program has framed and split: its tokens, as the model's authors number them."""
+
+    ids: tuple[int, ...]
+
+    def __new__(cls, ids: Sequence[int]) -> FramedPrompt:
+        self = super().__new__(cls, " ".join(map(str, ids)))
+        self.ids = tuple(ids)
+        return self
+
+
 class TokenConditioner(Conditioner):
     """Framed prompts, padded on the left; both rows of an image have pads and positions of their own."""
 
@@ -87,7 +98,13 @@ class TokenConditioner(Conditioner):
         return self.others[config]
 
     def length(self, request: Request) -> int:
-        return len(self.frame.ids(self.plain(request.prompt)))
+        return len(self.ids(request.prompt))
+
+    def ids(self, prompt: str) -> list[int]:
+        """Tokens of a framed prompt."""
+        if isinstance(prompt, FramedPrompt):
+            return list(prompt.ids)
+        return self.frame.ids(self.plain(prompt))
 
     def prepare(self, requests: Sequence[Request]) -> None:
         """Split prompts: what is split is kept for a while."""
@@ -110,7 +127,7 @@ class TokenConditioner(Conditioner):
         return prompt
 
     def rows(self, requests: Sequence[Request], guidance: bool) -> Prefix:
-        rows = [self.frame.ids(self.plain(request.prompt)) for request in requests]
+        rows = [self.ids(request.prompt) for request in requests]
         if guidance:
             given = [request.negative for request in requests]
             words = [n if n is None else self.plain(n) for n in given]
@@ -139,7 +156,7 @@ class TokenConditioner(Conditioner):
         if order is not None and rows is not None:
             tokens = order.tokens(rows)
             drawn = [tokens[row] for row in drawn]
-        return [*self.frame.ids(self.plain(prompt)), *drawn]
+        return [*self.ids(prompt), *drawn]
 
     def notes(self, prompt: str) -> list[str]:
         return self.frame.notes(self.plain(prompt))

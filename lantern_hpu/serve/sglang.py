@@ -1,0 +1,193 @@
+"""`POST /generate` as SGLang Diffusion 0.5.23 sends it: framed prompts of GLM-Image in, image tokens out.
+
+SGLang's server of pictures (`--srt-encoder-url`) leaves the autoregressive stage to a server like this one, and makes
+pixels of what that draws. Its client: sglang/multimodal_gen/runtime/pipelines_core/stages/model_specific_stages/
+glm_image.py; it gives up where nothing comes for 100 s, and reads JSON alone, which may begin with spaces.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+from lantern_hpu.core import Request, Sampling
+from lantern_hpu.errors import Arg, LanternError, as_option, needing
+from lantern_hpu.fields import MAX_SEED
+from lantern_hpu.models.text.tokens import FramedPrompt
+from lantern_hpu.serve import answers, calls
+from lantern_hpu.serve.answers import CLOSED, ImageRequestHandler
+from lantern_hpu.serve.calls import ParsedRequest
+from lantern_hpu.serve.decoder import DecodeThread
+from lantern_hpu.serve.protocol import ApiError, parsed, refuse
+from lantern_hpu.serve.queue import Done
+
+with needing("fastapi", "the server is built on it", "serve"):
+    import fastapi
+    from fastapi.responses import JSONResponse, StreamingResponse
+    from pydantic import BaseModel, ConfigDict, Field
+
+PLACES = ("/generate", "//generate")  # the second where the option's address ends in a slash
+MAX_BODY = 1 << 20  # bytes; a prompt of 1024 tokens has 7,000
+
+
+class Closed(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class ImageGrids(Closed):
+    """Rows [1, height, width] in codes: of the picture, then of its preview."""
+
+    image_grid_thw: list[list[int]]
+
+
+class AskedSampling(Closed):
+    """Of one image; `top_k` is off at -1."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    ignore_eos: bool = True
+    sampling_seed: int | None = Field(None, ge=0, le=MAX_SEED)
+
+
+class GenerateRequest(Closed):
+    """Prompts, with a list of each field; a body with one prompt has its values alone."""
+
+    input_ids: list[list[int]] = Field(min_length=1)
+    image_data: list[list[ImageGrids]]
+    sampling_params: list[AskedSampling]
+
+
+def has_several(body: Any) -> bool:
+    ids = body.get("input_ids") if isinstance(body, dict) else None
+    return isinstance(ids, list) and bool(ids) and isinstance(ids[0], list)
+
+
+def read_generate(body: Any, decoder: DecodeThread) -> ParsedRequest:
+    """What is to be drawn; raises an ApiError for what would be another picture than SGLang expects."""
+    if isinstance(body, dict) and not has_several(body):
+        body = {name: [value] for name, value in body.items()}
+    asked, menu = parsed(GenerateRequest, body), decoder.served
+    lists = (asked.input_ids, asked.image_data, asked.sampling_params)
+    counts = [len(one) for one in lists]
+    if len(set(counts)) > 1:
+        raise refuse("image_data", counts, "as many values of each field")
+    served = next(iter(menu.methods.values()))
+    requests = []
+    for ids, grids, params in zip(*lists, strict=True):
+        size = sent_size(grids, params.max_new_tokens, decoder)
+        check_ids(ids, size, decoder)
+        seed = secrets.randbelow(1 << 53) if params.sampling_seed is None else params.sampling_seed
+        rule, sampling = served.setting.relaxation, sent_sampling(params, decoder)
+        requests.append(Request(FramedPrompt(ids), seed, sampling, rule, size=size))
+        need = menu.spec_of(requests[-1], served.setting.tree)
+        calls.check_graph(need, served, params.model_dump())
+    return ParsedRequest(served, requests, False, (), size, need, ("png", 100), (), ())
+
+
+def sent_size(grids: list[ImageGrids], count: int, decoder: DecodeThread) -> tuple[int, int]:
+    """Height and width in pixels, from which the preview and the number of tokens follow."""
+    rows = [row for each in grids for row in each.image_grid_thw]
+    for size in decoder.served.sizes:
+        config = decoder.pipeline.model.sized(size)
+        if rows == [[1, *config.grid], [1, *config.preview_grid]]:
+            if count != config.tokens + 1:
+                raise refuse("max_new_tokens", count, f"{config.tokens + 1}")
+            return size
+    sizes = " or ".join(f"{width}x{height}" for height, width in decoder.served.sizes)
+    more = f"more where the server has {as_option(Arg('sizes'))}"
+    raise refuse("image_data", rows, f"picture and preview of {sizes}; {more}")
+
+
+def check_ids(ids: list[int], size: tuple[int, int], decoder: DecodeThread) -> None:
+    """Raise an ApiError unless tokens are a prompt, then the sizes and what begins a picture."""
+    config = decoder.pipeline.model.sized(size)
+    condition: Any = decoder.pipeline.model.condition.sized(config)
+    ending, rows = condition.frame.after, config.embed_rows or config.vocab_size
+    if len(ids) > config.prefix:
+        raise refuse("input_ids", f"{len(ids)} long", f"up to {config.prefix} tokens")
+    if ids[-len(ending) :] != ending:
+        raise refuse("input_ids", ids[-len(ending) :], f"those that end in {ending}, the size")
+    if not all(0 <= token < rows for token in ids):
+        raise refuse("input_ids", max(ids, key=abs), f"tokens of 0 to {rows - 1}")
+
+
+def sent_sampling(params: AskedSampling, decoder: DecodeThread) -> Sampling:
+    """What is asked for, or the model's own where the server prefers that."""
+    usual = decoder.served.sampling
+    if decoder.options.model_sampling:
+        return usual
+    top_k = min(max(params.top_k, 0), decoder.served.vocabulary)
+    try:
+        return replace(usual, temperature=params.temperature, top_p=params.top_p, top_k=top_k)
+    except LanternError as error:
+        raise calls.translated(error) from error
+
+
+async def generate(request: fastapi.Request) -> fastapi.Response:
+    """Draw image tokens for framed prompts; an answer that takes long begins with spaces."""
+    decoder: DecodeThread = request.app.state.decoder
+    try:
+        body = json.loads(await request.body())
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, "the body is not valid JSON", None, "invalid_json") from error
+    call = read_generate(body, decoder)
+    handler = ImageRequestHandler(request, decoder, call)
+    handler.record.asked(call)
+    drawing = asyncio.ensure_future(drawn(handler, has_several(body)))
+    done, _ = await asyncio.wait([drawing], timeout=answers.SILENT)
+    if not done:
+        return StreamingResponse(after_spaces(handler, drawing), media_type="application/json")
+    answer = await drawing
+    return fastapi.Response(status_code=CLOSED) if answer is None else JSONResponse(answer)
+
+
+async def after_spaces(
+    handler: ImageRequestHandler, drawing: asyncio.Future[Any]
+) -> AsyncIterator[str]:
+    """An answer as text; its status is sent already, so that an error is one without tokens."""
+    try:
+        while not drawing.done():
+            yield " "
+            await asyncio.wait([drawing], timeout=answers.SILENT)
+        yield json.dumps(await drawing)
+    except ApiError as error:
+        handler.record.failed(error)
+        yield json.dumps(error.body())
+    finally:
+        drawing.cancel()
+
+
+async def drawn(handler: ImageRequestHandler, several: bool) -> Any:
+    """What SGLang reads of an answer, or a list of it; None where the client left."""
+    images = await handler.images()
+    if images is None:
+        return None
+    each = [image_answer(handler, one) for one in images]
+    return each if several else each[0]
+
+
+def image_answer(handler: ImageRequestHandler, done: Done) -> dict[str, Any]:
+    """Tokens of preview and picture, and the one that ends them; the names are those of SGLang's own servers."""
+    record, config = done.drawn.record, handler.decoder.pipeline.model.target.config
+    prompt = record.request.prompt
+    assert isinstance(prompt, FramedPrompt)
+    tokens = [*record.token_ids.tolist(), config.codes + 1]
+    about = {
+        "id": handler.record.id,
+        "finish_reason": {"type": "length", "length": len(tokens)},
+        "prompt_tokens": len(prompt.ids),
+        "completion_tokens": len(tokens),
+        "cached_tokens": 0,
+        "sampling_seed": record.seed,
+        "spec_verify_ct": record.steps,
+        "spec_accept_length": record.tokens_per_step,
+        "e2e_latency": round(time.monotonic() - handler.record.began, 4),
+    }
+    return {"text": "", "output_ids": tokens, "meta_info": about}
