@@ -95,7 +95,7 @@ BACKENDS = {
 }
 HOST = "cpu"  # the processor itself
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}  # of a number
-QUANTIZED = ("int8",)  # smaller formats for the target's weights
+QUANTIZED = ("int8",)  # smaller formats for the matrices of target and drafter
 LARGE_PARAMETERS = 10**8  # of a target whose steps take a processor long
 DEVICE_VARIABLE = "LANTERN_HPU_DEVICE"  # the variable that names the device which `auto` is
 
@@ -119,7 +119,9 @@ class DeviceOptions:
     keep_text: str = option(
         "auto", f"where to keep the text encoder after encoding the prompts: {', '.join(KEEP_TEXT)}"
     )
-    quantize: str | None = option(None, "quantize the weights of the target model", metavar="int8")
+    quantize: str | None = option(
+        None, "8 bits for each number in the matrices of target and drafter", metavar="int8"
+    )
     layout: str = option("auto", f"of the matrices: {LAYOUTS}")
     threads: int = option(0, "CPU threads; 0 selects the fastest number", metavar="N")
 

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from lantern_hpu.backends import (
     ACCELERATOR,
     BACKENDS,
     HOST,
+    QUANTIZED,
     DeviceOptions,
     DraftingDefaults,
     host,
@@ -33,6 +35,7 @@ from lantern_hpu.backends.candidates import Candidate
 from lantern_hpu.errors import DeviceError, OutputError, choices, require
 from lantern_hpu.files import own_cache
 from lantern_hpu.ops.kernels import PLAIN, Kernels, Sizes
+from lantern_hpu.ops.quantized import QuantizedLinear, plain_layer, replace_layers
 
 # --------------------------------------------------------------------------------------- operators
 
@@ -216,6 +219,18 @@ class DevicePlan:
         """
         return self
 
+    def keep_quantized(self, modules: Sequence[nn.Module], form: str) -> str:
+        """Leave loaded matrices in a smaller format, or where the device has none, turn them back into the model's own.
+
+        Returns what a user should know of that, or nothing.
+        """
+        if form in self.backend.quantized:
+            return ""
+        for module in modules:
+            replace_layers(module, QuantizedLinear, partial(plain_layer, dtype=self.dtype))
+        name, dtype = self.backend.name, dtype_name(self.dtype)
+        return f"{name} keeps no {form} matrices: it draws with the same numbers in {dtype}"
+
     def tuner(self) -> StepTuner:
         """What runs the steps of a new engine."""
         return StepTuner()
@@ -229,7 +244,7 @@ class Backend(ABC):
         device: where tensors live.
         dtypes: supported number formats, best first, each with the reason for its place.
         graph_modes: ways to record a function, best first, each with the reason for its place; `eager` is one.
-        layouts: ways to keep the matrices of linear layers. quantized: smaller formats for the target's weights.
+        layouts: ways to keep the matrices of linear layers. quantized: smaller formats that it keeps them in.
         transfers: how the host hands work to the device.
         shares_pool: whether all recordings keep what they compute in one memory.
         skips_guards: whether a compiled step leaves out the checks of its inputs once it is warm.
@@ -278,7 +293,7 @@ class Backend(ABC):
             OptionError: more threads than there are cores.
         """
         self.check_offers("layout", options.layout, ["auto", *self.layouts])
-        self.check_offers("quantize", options.quantize or "none", ["none", *self.quantized])
+        self.check_offers("quantize", options.quantize or "none", ["none", *QUANTIZED])
         cores = os.cpu_count() or 1
         allowed = f"1 to {cores}, or 0 for the fastest"
         require(0 <= options.threads <= cores, "threads", options.threads, allowed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from lantern_hpu.models.diffusion import check_diffusers, check_diffusion_folder
 from lantern_hpu.models.files.load import OpenedModel, open_model
 from lantern_hpu.models.files.names import PartOverrides
 from lantern_hpu.models.files.write import staged, write_model
-from lantern_hpu.models.model import ImageModel, Placement, of_size, quantize_target
+from lantern_hpu.models.model import ImageModel, Placement, of_size
 from lantern_hpu.results.progress import ProgressBar
 from lantern_hpu.zoo.cards import Subject, folder_card, write_card
 from lantern_hpu.zoo.find import find_parts
@@ -60,28 +61,41 @@ def load_model(
         check_diffusion_folder(opened.pixels)
     with backend.errors():
         fit = backend.fit(opened.config.target, options)
-        check_room(name, opened.config, fit, options)
+        quantize = options.quantize or opened.quantize
+        check_room(name, opened.config, fit, replace(options, quantize=quantize))
         upload = backend.transfers.to_device
-        place = Placement(fit.dtype, backend.device, fit.kernels, options.keep_text, upload)
+        place = Placement(
+            fit.dtype, backend.device, fit.kernels, options.keep_text, upload, quantize
+        )
         model = opened.load(place)
-        if options.quantize is not None:
-            quantize_target(model.target, options.quantize)
+        if quantize is not None:
+            note = fit.keep_quantized(model.stepping, quantize)
+            model.notes += [note] if note else []
         fit = fit.lay_out([*model.stepping, *model.condition.parts().values()])
     return model, fit
 
 
 @own_defaults()
 def write_folder(
-    source: str, output: Path, dtype: str, given: PartOverrides = PartOverrides()
+    source: str,
+    output: Path,
+    dtype: str,
+    given: PartOverrides = PartOverrides(),
+    quantize: str | None = None,
 ) -> ImageModel:
-    """Write a model folder from a model's files, tensor by tensor; `dtype` auto: as they are stored."""
+    """Write a model folder from a model's files, tensor by tensor; `dtype` auto: as they are stored.
+
+    Args:
+        quantize: `int8` for the matrices of target and drafter.
+    """
     if output.exists():
         raise OutputError(f"{output} exists", hint="another name, or remove it")
     opened = open_model(find_parts(source, given))
     parts = 3 + (opened.config.drafter is not None)
     with ProgressBar(parts) as progress:
         progress.set_description_str("loading")
-        model = opened.load(Placement(None if dtype == "auto" else getattr(torch, dtype)))
+        number = None if dtype == "auto" else getattr(torch, dtype)
+        model = opened.load(Placement(number, quantize=quantize))
         progress.update()
         with staged(output) as folder:
             write_model(model, folder, progress)

@@ -32,6 +32,7 @@ from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.transformer import Block, Target
 from lantern_hpu.ops.kernels import PLAIN
 from lantern_hpu.ops.kv_cache import KVCache, LayerCache
+from lantern_hpu.ops.quantized import quantized_layer, replace_layers
 from lantern_hpu.ops.sampling import sample_distinct_in_order, sample_in_order
 from lantern_hpu.tree import DraftTree, load_tree
 from tests.test_kernels import RULES, Walked, same_traversal
@@ -56,7 +57,10 @@ FORMATS = {
     "bfloat16": (torch.bfloat16, 2e-2),
     "half": (torch.float32, 2e-6),
     "float32": (torch.float32, 2e-6),
+    "int8": (torch.bfloat16, 2e-2),
+    "int8 float32": (torch.float32, 2e-6),
 }
+NUMBERS = dict(zip(("bfloat16", "half", "float32", "int8", "int8 float32"), range(5), strict=True))
 S = 48  # cache positions of a row
 
 
@@ -85,7 +89,10 @@ def make_target(changes: dict[str, Any], form: str = "float32") -> Target:
         weight.add_(0.05 * torch.randn_like(weight))
         if form == "half":
             weight.copy_(weight.half().float())
-    return target.to(FORMATS[form][0])
+    target = target.to(FORMATS[form][0])
+    if form.startswith("int8"):
+        replace_layers(target, nn.Linear, quantized_layer)
+    return target
 
 
 def make_rope(config: TransformerConfig, rows: int, tokens: int, dtype: torch.dtype) -> Tensor:
@@ -199,12 +206,13 @@ def test_a_drafters_block_equals_the_plain_one(isa: str) -> None:
 def test_a_matrix_equals_the_plain_one(form: str, sizes: tuple[int, int], isa: str) -> None:
     torch.manual_seed(0)
     dtype, tolerance = FORMATS[form]
-    plain = nn.Linear(*sizes).requires_grad_(False)
+    plain: Any = nn.Linear(*sizes).requires_grad_(False)
     if form == "half":
         plain.weight.copy_(plain.weight.half().float())
     plain = plain.to(dtype)
-    numbers = {"bfloat16": native.BFLOAT16, "half": native.FLOAT16, "float32": native.FLOAT32}
-    mine, x = NativeLinear(plain, numbers[form]), torch.randn(3, 7, sizes[0]).to(dtype)
+    if form.startswith("int8"):
+        plain = quantized_layer(plain)
+    mine, x = NativeLinear(plain, NUMBERS[form]), torch.randn(3, 7, sizes[0]).to(dtype)
     assert_close(mine(x), plain(x), tolerance)
 
 

@@ -19,6 +19,7 @@ from lantern_hpu.backends.cpu import native
 from lantern_hpu.backends.cpu.native.sampling import native_kernels
 from lantern_hpu.errors import Arg, DeviceError, words
 from lantern_hpu.ops.kernels import PLAIN, Kernels, Sizes
+from lantern_hpu.ops.quantized import QuantizedLinear
 from lantern_hpu.ops.sampling import sample_distinct_in_order, sample_in_order
 
 # ----------------------------------------------------------------------------------------- threads
@@ -180,6 +181,9 @@ class CPUPlan(DevicePlan):
         if self.threads:
             self.note_threads(self.threads, "asked for")
         if why_plain:
+            layers = (layer for module in modules for layer in module.modules())
+            if any(isinstance(layer, QuantizedLinear) for layer in layers):
+                why_plain += "; each product widens its 8-bit matrix first, which takes time"
             self.decided["layout"] = f"plain: {why_plain}"
             return replace(self, layout="plain")
         self.decided["layout"] = f"native: {native.isa()}"

@@ -104,7 +104,7 @@ def plan_report(name: str, model: ModelConfig, setup: Setup, device: DeviceMemor
     guided = "with guidance" if spec.guidance else "without guidance"
     images = f"{spec.images} image{'s' * (spec.images > 1)} at a time"
     positions = capacity(model.target, spec.tree)
-    dtype = f"{setup.dtype}, {setup.quantize} blocks" if setup.quantize else setup.dtype
+    dtype = f"{setup.dtype}, {setup.quantize} matrices" if setup.quantize else setup.dtype
     yield f"{name}, {dtype}, {images}, {guided}, tree {spec.tree.name}, {positions} positions a row"
     rows = found["bytes"] | {f"total while {found['phase']}": found["total"]}
     others = {name: need for name, need in found["phases"].items() if name != found["phase"]}

@@ -14,6 +14,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lantern_hpu.backends import ACCELERATOR, BYTES, QUANTIZED, DeviceOptions, DraftingDefaults
 from lantern_hpu.backends.base import Backend, DevicePlan, dtype_name
@@ -26,11 +27,11 @@ from lantern_hpu.models.model import EmptyModel
 from lantern_hpu.tree import DraftTree
 
 META = torch.device("meta")
-ROW_BYTES = 5  # of an int8 matrix, in addition to its numbers: a float32 scale and a zero point, as torchao has them
+ROW_BYTES = 4  # of an int8 matrix, in addition to its numbers: a float32 scale
 # Measured
 FULL_MAPS = 5  # feature maps at full resolution that the image decoder holds at its peak
 PROMPT_FEATURES = 20  # times a prompt's features that T5 holds at its peak
-QUANTIZING = 8  # bytes for each number of the matrix that is just being made int8
+QUANTIZING = 5  # bytes for each number of the matrix that is just being made int8
 TIGHT = 0.9  # of the memory: past it, fragments and the device's own software may not fit as well
 POOL = "graph pool (estimate)"
 # What a run does, one after the other
@@ -52,7 +53,7 @@ class Setup:
     spec: Spec
     dtype: str
     keep_text: str = "host"  # where the text encoder goes once the prompts are encoded
-    quantize: str | None = None  # a smaller format of the matrices in the target's blocks
+    quantize: str | None = None  # a smaller format of the matrices of target and drafter
     is_host: bool = False  # the device is the processor itself
     loads_drafter: bool = True  # whether a drafter that drafts nothing is loaded all the same
 
@@ -84,9 +85,9 @@ def phases(model: ModelConfig, setup: Setup) -> dict[str, Rows]:
     held, text = weights(model, setup) + state(model, setup), text_weights(model, setup)
     result: dict[str, Rows] = {}
     if setup.quantize:
-        largest = max(matrix.numel() for matrix in EmptyModel.of(model).matrices)
+        largest = max(matrix.numel() for each in EmptyModel.of(model).matrices for matrix in each)
         turned = [("a matrix on its way to int8 (estimate)", QUANTIZING * largest)]
-        result[LOADING] = weights(model, replace(setup, quantize=None)) + turned
+        result[LOADING] = weights(model, setup) + turned
     if model.condition.kind == "t5":
         result[ENCODING] = held + encoding(model, setup)
     result[DRAWING] = held + (text if setup.text_stays else []) + working(model, setup)
@@ -110,17 +111,23 @@ def peak(model: ModelConfig, setup: Setup) -> int:
 def weights(model: ModelConfig, setup: Setup) -> Rows:
     """Parameters in the number format of the run; the image tokenizer stays float32."""
     held = model.parameters
-    target = held["target"] * setup.bytes
+    target, drafter = held["target"] * setup.bytes, held["drafter"] * setup.bytes
     if setup.quantize:
-        for matrix in EmptyModel.of(model).matrices:
-            target -= matrix.numel() * (setup.bytes - 1) - len(matrix) * ROW_BYTES
+        in_target, in_drafter = EmptyModel.of(model).matrices
+        target -= saved_bytes(in_target, setup)
+        drafter -= saved_bytes(in_drafter, setup)
     drafts = setup.spec.tree.needs_drafter or setup.loads_drafter
     return [
         ("target weights", target),
-        ("drafter weights", held["drafter"] * setup.bytes if drafts else 0),
+        ("drafter weights", drafter if drafts else 0),
         ("VQ weights (float32)", held["vq"] * 4),
         ("diffusion model weights", model.diffusion * setup.bytes),
     ]
+
+
+def saved_bytes(matrices: Sequence[Tensor], setup: Setup) -> int:
+    """What these matrices take less as int8."""
+    return sum(matrix.numel() * (setup.bytes - 1) - len(matrix) * ROW_BYTES for matrix in matrices)
 
 
 def text_weights(model: ModelConfig, setup: Setup) -> Rows:
@@ -271,7 +278,8 @@ def check_room(
     if free is None or backend.is_host:
         return
     spec = Spec(1, False, DraftTree.root_only())
-    setup = Setup(spec, dtype_name(fit.dtype), options.keep_text, options.quantize)
+    kept = options.quantize if options.quantize in backend.quantized else None
+    setup = Setup(spec, dtype_name(fit.dtype), options.keep_text, kept)
     need = peak(model, setup)
     if need <= free:
         return

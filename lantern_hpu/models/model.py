@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import logging
 import os
 import warnings
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lantern_hpu.core import Request, Sampling
-from lantern_hpu.errors import Arg, OptionError, OutputError, WeightsError, needing, words
+from lantern_hpu.errors import Arg, OptionError, OutputError, WeightsError, words
 from lantern_hpu.files import check_content, check_regular, own_cache, write_file
 from lantern_hpu.models.config import ModelConfig, TransformerConfig, VQConfig
 from lantern_hpu.models.cosmos_vq import CosmosVQ
@@ -48,6 +47,7 @@ class Placement:
     kernels: Kernels = PLAIN
     keep_text: str = "host"  # where the text encoder stays once prompts are encoded
     to_device: ToDevice = to_device  # how prompts go up
+    quantize: str | None = None  # the smaller format that matrices are turned into
 
 
 TOKENIZERS = {"image": VQModel, "video": Emu3VQ, "movq": MoVQ, "cosmos": CosmosVQ}  # of pictures
@@ -119,10 +119,17 @@ class EmptyModel:
         return count_numbers(self.drafter) - count_numbers(self.drafter.embed)
 
     @property
-    def matrices(self) -> list[Tensor]:
-        """Of all layers: those that may be kept in a smaller format."""
-        modules = self.target.layers.modules()
-        return [module.weight for module in modules if isinstance(module, nn.Linear)]
+    def matrices(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Of target and drafter: those that may be kept in a smaller format, which are all but the embeddings'."""
+        target, drafter = (
+            [
+                layer.weight
+                for name, layer in module.named_modules()
+                if isinstance(layer, nn.Linear) and not name.startswith("embed.")
+            ]
+            for module in (self.target, self.drafter or nn.Module())
+        )
+        return target, drafter
 
 
 def of_size(model: ModelConfig, size: tuple[int, int], name: str) -> TransformerConfig:
@@ -175,6 +182,7 @@ class ImageModel:
     vq_fingerprint: str = ""  # of the tokenizer, the same in any container; empty without one
     code_vectors_alone: Tensor | None = None  # [codes, dim], where there is no tokenizer
     pixels_by: Path | None = None  # a pipeline of diffusers that makes pictures of its codes
+    quantize: str | None = None  # the smaller format of the matrices of target and drafter
     notes: list[str] = field(default_factory=list)  # what a user should know of its parts
     _near: dict[int, Tensor] = field(default_factory=dict, repr=False)  # by number of neighbours
 
@@ -261,21 +269,6 @@ class ImageModel:
         No code has mass where a row's end is drawn, and spare codes are never drawn, so any row serves for those.
         """
         return rows[torch.arange(self.vocabulary) % self.codes].to(self.target.device)
-
-
-def quantize_target(target: Target, kind: str) -> None:
-    """Turn the matrices of the blocks into `int8` with a scale a row (torchao); products stay in the model's dtype.
-
-    Embedding, norms and head stay as they are, and the drafter, which the head serves too.
-    """
-    assert kind == "int8", kind
-    logging.disable(logging.WARNING)  # of kernels that only other devices have
-    try:
-        with needing("torchao", "it holds the 8-bit matrices", "quantize"):
-            from torchao.quantization import Int8WeightOnlyConfig, quantize_
-    finally:
-        logging.disable(logging.NOTSET)
-    quantize_(target.layers, Int8WeightOnlyConfig())
 
 
 def nearest_codes(codebook: Tensor, k: int) -> Tensor:

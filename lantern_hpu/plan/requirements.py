@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
-from lantern_hpu.backends import BACKENDS, BYTES, get_backend
+from lantern_hpu.backends import BACKENDS, BYTES, QUANTIZED, get_backend
 from lantern_hpu.decode.memory import (
     DeviceMemory,
     Setup,
 )
 from lantern_hpu.decode.spec import Spec, rounded_up
-from lantern_hpu.errors import Arg, DeviceError, OptionError, choices, require, words
+from lantern_hpu.errors import DeviceError, OptionError, choices, require, words
 from lantern_hpu.files import ASSETS, reading
 from lantern_hpu.methods.setting import AUTO, ResolveContext, Setting
 from lantern_hpu.methods.setting import resolve as resolve_setting
@@ -32,12 +32,14 @@ class Counted:
     config: ModelConfig
     loads_drafter: bool = True
     guided: bool = True
+    quantize: str | None = None  # the smaller format that its files have
 
 
 def find_model(name: str, given: PartOverrides) -> Counted:
     """What there is to count of a known model, the embedded one, a folder or a weights file."""
     if name == "builtin" or os.path.exists(given_path(name)) or given != PartOverrides():
-        return Counted(open_model(find_parts(name, given)).config)
+        opened = open_model(find_parts(name, given))
+        return Counted(opened.config, quantize=opened.quantize)
     entry = get(name, "a folder or a weights file")
     guided = entry.sampling["cfg_scale"] != 1
     return Counted(entry.config, Located(entry).get("drafter") is not None, guided)
@@ -140,9 +142,8 @@ def setup_of(
     """What the options mean for a model on a device; `guidance` is the model's own if it is not given."""
     require(dtype in ("auto", *BYTES), "dtype", dtype, ", ".join(BYTES))
     require(batch_size > 0, "batch_size", batch_size, "1 or more")
-    if quantize not in (None, *device.quantized):
-        hint = choices(device.quantized) if device.quantized else words(Arg("dtype", "bfloat16"))
-        raise DeviceError(f"this device does not offer {quantize!r} weights", hint=hint)
+    require(quantize in (None, *QUANTIZED), "quantize", quantize, choices(QUANTIZED))
+    quantize = quantize or model.quantize
     target = model.config.target
     context = ResolveContext(
         target.codes,
@@ -160,7 +161,7 @@ def setup_of(
         Spec(batch_size, guided, setting.tree, neighbours=most),
         device.dtype if dtype == "auto" else dtype,
         keep_text,
-        quantize,
+        quantize if quantize in device.quantized else None,
         device.is_host,
         model.loads_drafter,
     )

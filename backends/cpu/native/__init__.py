@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from lantern_hpu.backends.base import operator
 from lantern_hpu.errors import DeviceError
 from lantern_hpu.ops.kv_cache import KVCache, WrittenCache
+from lantern_hpu.ops.quantized import QuantizedLinear
 
 BUILD = "pip install --force-reinstall --no-deps -e . (or the wheel)"
 BUILT_FOR = ("linux", "x86_64")
@@ -69,7 +70,8 @@ def read_header(text: str) -> dict[str, Any]:
 
 HEADER = read_header(Path(__file__).with_name("decoder.h").read_text(encoding="utf-8"))
 ABI = HEADER["LANTERN_ABI"]
-BFLOAT16, FLOAT16, FLOAT32 = (HEADER[name] for name in ("BFLOAT16", "FLOAT16", "FLOAT32"))
+FORMATS = ("BFLOAT16", "FLOAT16", "FLOAT32", "INT8", "INT8_FLOAT32")
+BFLOAT16, FLOAT16, FLOAT32, INT8, INT8_FLOAT32 = (HEADER[name] for name in FORMATS)
 CMatrix, CLayer, CCall, CWalk = (HEADER[name] for name in ("Matrix", "Layer", "Call", "Walk"))
 
 
@@ -153,8 +155,14 @@ def pointer(x: Tensor | None) -> int | None:
 # --------------------------------------------------------------------------------------- matrices
 
 
-def format_of(weights: Sequence[Tensor]) -> int:
-    """float16 for the matrices of a float32 model where that loses no bit."""
+Linear = nn.Linear | QuantizedLinear
+
+
+def format_of(layers: Sequence[Linear], dtype: torch.dtype) -> int:
+    """Of the matrices of a model in this number format: float16 for a float32 model's where that loses no bit."""
+    weights = [layer.weight for layer in layers]
+    if weights[0].dtype == torch.int8:
+        return INT8 if dtype == torch.bfloat16 else INT8_FLOAT32
     if weights[0].dtype == torch.bfloat16:
         return BFLOAT16
     exact = all(torch.equal(weight, weight.half().float()) for weight in weights)
@@ -163,7 +171,7 @@ def format_of(weights: Sequence[Tensor]) -> int:
 
 # By `id`: compilers pass whole numbers to an operator, and no modules
 MODULES: WeakValueDictionary[int, Any] = WeakValueDictionary()
-STORED = (torch.bfloat16, torch.float16, torch.float32)  # by format
+STORED = (torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.int8)  # by format
 
 native_linear = operator(
     "native_linear(Tensor x, int module) -> Tensor",
@@ -181,7 +189,7 @@ class NativeLinear(nn.Module):
     packed: Tensor
     bias: Tensor | None  # [out] float32, up to a multiple of `LANES`
 
-    def __init__(self, layer: nn.Linear, weight_format: int, gated: bool = False) -> None:
+    def __init__(self, layer: Linear, weight_format: int, gated: bool = False) -> None:
         super().__init__()
         self.format = weight_format
         weight = layer.weight.detach().to(STORED[weight_format]).contiguous()
@@ -190,7 +198,8 @@ class NativeLinear(nn.Module):
         size = call("lantern_packed_bytes", weight_format, *sizes)
         self.register_buffer("packed", torch.empty(size, dtype=torch.uint8), persistent=False)
         packed = self.packed.data_ptr()
-        call("lantern_pack", weight_format, weight.data_ptr(), *sizes, gated, packed)
+        scale = pointer(getattr(layer, "scale", None))
+        call("lantern_pack", weight_format, weight.data_ptr(), scale, *sizes, gated, packed)
         width = (0, -self.out_features % LANES)  # that whole vectors can be read
         bias = None if layer.bias is None else F.pad(layer.bias.detach().float(), width)
         self.register_buffer("bias", bias, persistent=False)
@@ -226,11 +235,14 @@ class NativeDecoder(nn.Module):
 
     Args:
         blocks: of one model. norm: behind the last one; None for the drafter's.
+        emptied: each plain matrix is given back once it is packed.
     """
 
-    def __init__(self, blocks: Sequence[Any], norm: Any | None) -> None:
+    def __init__(self, blocks: Sequence[Any], norm: Any | None, emptied: bool = False) -> None:
         super().__init__()
-        self.format = format_of([part.weight for block in blocks for part in linears_of(block)])
+        self.emptied = emptied
+        linears = [part for block in blocks for part in linears_of(block)]
+        self.format = format_of(linears, dtype_of(blocks[0]))
         self.parts = nn.ModuleList()
         self.norms: list[Tensor] = []  # what `layers` points to
         self.layers = (CLayer * len(blocks))(*map(self.pack, blocks))
@@ -255,6 +267,8 @@ class NativeDecoder(nn.Module):
         for name, linear in zip(MATRICES, linears_of(block), strict=False):
             self.parts.append(NativeLinear(linear, self.format, gated=name.endswith("gate_up")))
             setattr(layer, name, self.parts[-1].matrix)
+            if self.emptied:
+                linear.weight = nn.Parameter(linear.weight.new_empty(0), requires_grad=False)
         return layer
 
     def features_of(self, x: Tensor, aux_layers: Sequence[int]) -> Tensor:
@@ -315,9 +329,14 @@ class NativeDecoder(nn.Module):
         return features
 
 
-def linears_of(block: Any) -> list[nn.Linear]:
+def linears_of(block: Any) -> list[Linear]:
     """In the order of `MATRICES`, which is the one that a block makes them in."""
-    return [part for part in block.modules() if isinstance(part, nn.Linear)]
+    return [part for part in block.modules() if isinstance(part, Linear)]
+
+
+def dtype_of(module: nn.Module) -> torch.dtype:
+    """Of what is not quantised in it: its norms, its embedding."""
+    return next(part.dtype for part in module.parameters() if part.dtype in STORED[:3])
 
 
 # ------------------------------------------------------------------------------------ a whole model
@@ -331,15 +350,16 @@ def pack_model(modules: Sequence[nn.Module]) -> int:
     formats = []
     for module in modules:
         if blocks := blocks_of(module):
-            module.decoder = NativeDecoder(blocks, getattr(module, "norm", None))
+            module.decoder = NativeDecoder(blocks, getattr(module, "norm", None), emptied=True)
             formats.append(module.decoder.format)
-            for linear in (linear for block in blocks for linear in linears_of(block)):
-                linear.weight = nn.Parameter(linear.weight.new_empty(0), requires_grad=False)
         for parent in [*module.modules()]:
             for name, child in [*parent.named_children()]:
                 # Without those that have just given their matrices back
-                if type(child) is nn.Linear and child.weight.numel() and child.in_features % 2 == 0:
-                    setattr(parent, name, NativeLinear(child, format_of([child.weight])))
+                if not isinstance(child, Linear) or not child.weight.numel():
+                    continue
+                if child.in_features % 2 == 0:
+                    form = format_of([child], dtype_of(module))
+                    setattr(parent, name, NativeLinear(child, form))
     return formats[0] if formats else FLOAT32
 
 
@@ -363,8 +383,6 @@ def why_unsupported(modules: Sequence[nn.Module]) -> str:
         odd = [
             f"the {name} is not a multiple of {step}" for name, size, step in sizes if size % step
         ]
-        if any(type(linear.weight) is not nn.Parameter for linear in linears_of(block)):
-            odd.append("its matrices are quantized")
         if odd:
             return ", ".join(odd)
     return ""

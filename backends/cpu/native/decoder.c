@@ -27,7 +27,7 @@ _Static_assert(TILE >= 5, "three rows or more are never cut into tiles of one or
 
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t up_to(int64_t size, int64_t step) { return (size + step - 1) / step * step; }
-static inline int64_t bytes_of(int64_t format) { return format == FLOAT32 ? sizeof(float) : sizeof(half); }
+static inline int64_t bytes_of(int64_t format) { return format >= INT8 ? 1 : format == FLOAT32 ? sizeof(float) : sizeof(half); }
 static void *aligned(int64_t bytes) { return aligned_alloc(64, (size_t)up_to(bytes + 64, 64)); }
 
 static void *take(int64_t *at, int64_t bytes) {  /* the next piece of memory that begins at `at` */
@@ -46,7 +46,7 @@ typedef struct {
 /* What each instance of `kernels.h` offers. */
 typedef struct {
     int64_t panel;
-    void (*pack)(const void *weight, int64_t in, int64_t out, int gated, void *packed);
+    void (*pack)(const void *weight, const float *scale, int64_t in, int64_t out, int gated, void *packed);
     int (*linear)(int64_t threads, const Matrix *matrix, const void *x, int64_t rows, void *y);
     int (*decode)(const Call *call);
 } Kernels;
@@ -59,6 +59,7 @@ typedef struct {
 #define ALWAYS static inline __attribute__((always_inline))
 
 static const float HIDDEN = -1e30f;  /* an additive mask hides a position by less than this */
+static uint8_t BYTES[2][128] __attribute__((aligned(64)));  /* of 0 to 127 as bfloat16: the lower and the higher one */
 
 /* Of every vector. */
 #define SET MM(set1_ps)
@@ -67,11 +68,12 @@ static const float HIDDEN = -1e30f;  /* an additive mask hides a position by les
 #define FMA MM(fmadd_ps)
 
 /* Formats and types of activations, weights, and inputs of products. */
-#define ACTS (FORMAT == BFLOAT16 ? BFLOAT16 : FLOAT32)
+#define SMALL (FORMAT >= INT8)
+#define ACTS (FORMAT == BFLOAT16 || FORMAT == INT8 ? BFLOAT16 : FLOAT32)
 #define INPUTS (PAIRS ? BFLOAT16 : FLOAT32)
 #define NUMBER(format) __typeof__(__builtin_choose_expr((format) == FLOAT32, 0.0f, (half)0))
 #define ACT NUMBER(ACTS)
-#define STORED NUMBER(FORMAT)
+#define STORED __typeof__(__builtin_choose_expr(SMALL, (int8_t)0, (NUMBER(FORMAT))0))
 #define INPUT NUMBER(INPUTS)
 #define LOAD_ACT(x, at) NAME(load)(x, at, ACTS)
 #define STORE_ACT(y, at, x) NAME(store)(y, at, ACTS, x)
@@ -83,7 +85,8 @@ static const float HIDDEN = -1e30f;  /* an additive mask hides a position by les
 #define WIDE (PANEL / LANES)  /* vectors of a panel */
 #define TAKEN (PAIRS + 1)  /* inputs in one step of a product, and the bytes of a panel's weights for them */
 #define STEP (TAKEN * PANEL * (int)sizeof(STORED))
-#define STEPS (NEAR / STEP)
+#define WIDENED (TAKEN * PANEL * (int)sizeof(__typeof__(__builtin_choose_expr(SMALL, (INPUT)0, (STORED)0))))
+#define STEPS (NEAR / WIDENED)
 
 /* Instruction sets only grow: AVX2 with FMA and F16C; AVX512; AVX512 with products of bfloat16 pairs. */
 #pragma GCC push_options
@@ -98,6 +101,10 @@ static const float HIDDEN = -1e30f;  /* an additive mask hides a position by les
 #define FORMAT FLOAT16
 #include "kernels.h"
 #define FORMAT FLOAT32
+#include "kernels.h"
+#define FORMAT INT8
+#include "kernels.h"
+#define FORMAT INT8_FLOAT32
 #include "kernels.h"
 #include "sampling.h"
 #undef ISA
@@ -116,6 +123,10 @@ static const float HIDDEN = -1e30f;  /* an additive mask hides a position by les
 #include "kernels.h"
 #define FORMAT FLOAT32
 #include "kernels.h"
+#define FORMAT INT8
+#include "kernels.h"
+#define FORMAT INT8_FLOAT32
+#include "kernels.h"
 #undef ISA
 #undef PAIRS
 
@@ -124,17 +135,20 @@ static const float HIDDEN = -1e30f;  /* an additive mask hides a position by les
 #define PAIRS 1
 #define FORMAT BFLOAT16
 #include "kernels.h"
+#pragma GCC target("avx512vbmi")
+#define FORMAT INT8
+#include "kernels.h"
 #pragma GCC pop_options
 
 /* ---------------------------------------------------------------- which of them */
 
 static const struct {
     const char *name;
-    const Kernels *formats[3];
+    const Kernels *formats[5];
 } SETS[] = {
-    {"avx512_bf16", {&kernels_avx512_bf16_0, &kernels_avx512_1, &kernels_avx512_2}},
-    {"avx512", {&kernels_avx512_0, &kernels_avx512_1, &kernels_avx512_2}},
-    {"avx2", {&kernels_avx2_0, &kernels_avx2_1, &kernels_avx2_2}},
+    {"avx512_bf16", {&kernels_avx512_bf16_0, &kernels_avx512_1, &kernels_avx512_2, &kernels_avx512_bf16_3, &kernels_avx512_4}},
+    {"avx512", {&kernels_avx512_0, &kernels_avx512_1, &kernels_avx512_2, &kernels_avx512_3, &kernels_avx512_4}},
+    {"avx2", {&kernels_avx2_0, &kernels_avx2_1, &kernels_avx2_2, &kernels_avx2_3, &kernels_avx2_4}},
 };
 enum { SET_COUNT = sizeof(SETS) / sizeof(SETS[0]) };
 static int chosen = -1;
@@ -149,7 +163,16 @@ static int supported(int set) {
     return set == 0 ? avx512 && HAS("avx512bf16") : set == 1 ? avx512 : avx2;
 }
 
+static const Kernels *kernels(int64_t format) {  /* the first AVX512-BF16 came without the table look-ups of INT8 */
+    int lacking = format == INT8 && chosen == 0 && !HAS("avx512vbmi");
+    return SETS[chosen + lacking].formats[format];
+}
+
 __attribute__((constructor)) static void choose(void) {
+    for (int number = 0; number < 128; number++) {
+        union { float value; uint8_t bytes[4]; } as = {(float)number};
+        for (int i = 0; i < 2; i++) BYTES[i][number] = as.bytes[2 + i];
+    }
     for (chosen = 0; chosen < SET_COUNT && !supported(chosen);) chosen++;
 }
 
@@ -162,20 +185,21 @@ int lantern_use(const char *isa) {
 }
 
 int64_t lantern_packed_bytes(int64_t format, int64_t in, int64_t out) {
-    return up_to(out, SETS[chosen].formats[format]->panel) * up_to(in, 2) * bytes_of(format);
+    int64_t scale = format >= INT8 ? sizeof(float) : 0;
+    return up_to(out, kernels(format)->panel) * (up_to(in, 2) * bytes_of(format) + scale);
 }
 
-void lantern_pack(int64_t format, const void *weight, int64_t in, int64_t out, int gated, void *packed) {
+void lantern_pack(int64_t format, const void *weight, const float *scale, int64_t in, int64_t out, int gated, void *packed) {
     char *first = (char *)up_to((int64_t)packed, 4096), *end = (char *)packed + lantern_packed_bytes(format, in, out);
     if (end - first >= 4096) madvise(first, (size_t)(end - first), MADV_HUGEPAGE);  /* where the kernel can: reads wait less */
-    SETS[chosen].formats[format]->pack(weight, in, out, gated, packed);
+    kernels(format)->pack(weight, scale, in, out, gated, packed);
 }
 
 int lantern_linear(int64_t format, int64_t threads, const Matrix *matrix, const void *x, int64_t rows, void *y) {
-    return SETS[chosen].formats[format]->linear(threads, matrix, x, rows, y);
+    return kernels(format)->linear(threads, matrix, x, rows, y);
 }
 
-int lantern_decode(const Call *call) { return SETS[chosen].formats[call->format]->decode(call); }
+int lantern_decode(const Call *call) { return kernels(call->format)->decode(call); }
 
 #endif  /* on another processor torch's form serves */
 

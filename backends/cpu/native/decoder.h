@@ -11,6 +11,8 @@
 #define BFLOAT16 0
 #define FLOAT16 1  /* activations are float32 */
 #define FLOAT32 2
+#define INT8 3  /* with a scale a row; activations are bfloat16 */
+#define INT8_FLOAT32 4  /* the same; activations are float32 */
 
 /* One matrix, packed by `lantern_pack`. */
 typedef struct {
@@ -76,8 +78,9 @@ const char *lantern_isa(void);
 int lantern_use(const char *isa);
 /* Bytes of a packed matrix. */
 int64_t lantern_packed_bytes(int64_t format, int64_t in, int64_t out);
-/* Pack [out, in], row by row. `gated`: the first half of the outputs are gates of the second half. */
-void lantern_pack(int64_t format, const void *weight, int64_t in, int64_t out, int gated, void *packed);
+/* Pack [out, in], row by row. `gated`: the first half of the outputs are gates of the second half. Numbers of 8 bits are
+ * from -127 to 127, and have scales [out]; of other formats that is null. */
+void lantern_pack(int64_t format, const void *weight, const float *scale, int64_t in, int64_t out, int gated, void *packed);
 /* y [rows, out] = x [rows, in] W^T + bias, in the format's activations. Returns as the pass does. */
 int lantern_linear(int64_t format, int64_t threads, const Matrix *matrix, const void *x, int64_t rows, void *y);
 /* The pass. Returns 0; -1 where memory is short; -2 where sizes are not supported. */

@@ -2,7 +2,10 @@
  *
  * Matrices lie as panels of PANEL outputs, [out / PANEL][in][PANEL], so that memory is read once and in order; with
  * PAIRS, two inputs of an output lie together; other bfloat16 numbers lie as MIXED: the outputs of two vectors take turns,
- * as a shift and a mask then make floats of them. A gated matrix has in each panel half gates, half what they gate. */
+ * as a shift and a mask then make floats of them. A gated matrix has in each panel half gates, half what they gate.
+ *
+ * Numbers of 8 bits are widened in registers, or where several tiles of rows read them, into the nearest cache; the scales
+ * of their rows follow all panels. With PAIRS a byte is a sign and a size, whose two bytes as bfloat16 are looked up. */
 
 /* ---------------------------------------------------------------- vectors */
 
@@ -27,15 +30,33 @@ ALWAYS void NAME(store)(void *y, int64_t at, const int64_t format, V x) {  /* as
 
 #if PAIRS  /* factors of products: of two inputs each */
 typedef __m512bh NAME(Factor);
-ALWAYS NAME(Factor) NAME(factor)(const STORED *w, int j) { return (__m512bh)_mm512_loadu_si512(w + 2 * LANES * j); }
+ALWAYS NAME(Factor) NAME(factor)(const void *w, int j) { return (__m512bh)_mm512_loadu_si512((const INPUT *)w + 2 * LANES * j); }
+ALWAYS void NAME(widen)(const STORED *w, const int wide, NAME(Factor) *b) {  /* a step's vectors of 8 bits, two from each load */
+#if SMALL
+    for (int j = 0; j < wide; j += 2) {
+        __m512i x = _mm512_loadu_si512(w + 2 * LANES * j), half[2];
+        for (int i = 0; i < 2; i++)
+            half[i] = _mm512_permutex2var_epi8(_mm512_load_si512(BYTES[i]), x, _mm512_load_si512(BYTES[i] + 64));
+        half[1] = _mm512_ternarylogic_epi32(half[1], x, _mm512_set1_epi8(-128), 0xf8);  /* | x & sign */
+        b[j] = (__m512bh)_mm512_unpacklo_epi8(half[0], half[1]);
+        b[j + 1] = (__m512bh)_mm512_unpackhi_epi8(half[0], half[1]);
+    }
+#endif
+}
 ALWAYS NAME(Factor) NAME(input)(const INPUT *x, int64_t k) { return (__m512bh)_mm512_set1_epi32(((const int *)x)[k]); }
 ALWAYS V NAME(add_product)(NAME(Factor) a, NAME(Factor) b, V sum) { return _mm512_dpbf16_ps(sum, a, b); }
 #else
 typedef V NAME(Factor);
-ALWAYS V NAME(factor)(const STORED *w, int j) {  /* the j-th of a step's vectors */
-    if (!MIXED) return NAME(load)(w, LANES * j, FORMAT);
-    NAME(Words) both = *(const NAME(Both) *)(w + j / 2 * 2 * LANES);
+ALWAYS V NAME(factor)(const void *w, int j) {  /* the j-th of a step's vectors */
+    if (!MIXED) return NAME(load)(w, LANES * j, SMALL ? FLOAT32 : FORMAT);
+    NAME(Words) both = *(const NAME(Both) *)((const STORED *)w + j / 2 * 2 * LANES);
     return (V)(j % 2 ? both & 0xffff0000 : both << 16);
+}
+ALWAYS void NAME(widen)(const STORED *w, const int wide, V *b) {
+    for (int j = 0; j < wide; j++) {
+        const __m128i *x = (const void *)(w + LANES * j);
+        b[j] = MM(cvtepi32_ps)(MM(cvtepi8_epi32)(LANES == 16 ? _mm_loadu_si128(x) : _mm_loadl_epi64(x)));
+    }
 }
 ALWAYS V NAME(input)(const INPUT *x, int64_t k) { return SET(x[k]); }
 ALWAYS V NAME(add_product)(V a, V b, V sum) { return FMA(a, b, sum); }
@@ -87,18 +108,33 @@ ALWAYS V NAME(sums)(const V *a) {
 
 /* ---------------------------------------------------------------- products */
 
-static void NAME(pack)(const void *weight, int64_t in, int64_t out, int gated, void *packed) {
+/* The scales behind a matrix of 8 bits, in the order of its panels. */
+ALWAYS float *NAME(scales)(const void *packed, int64_t in, int64_t out) {
+    return (float *)((char *)packed + up_to(out, PANEL) * up_to(in, 2));
+}
+
+/* Where in a step's panel the number of output `j` and input `k` of those taken together lies. */
+ALWAYS int64_t NAME(place)(int64_t j, int64_t k) {
+    int64_t pair = j % LANES * 2 + k, vector = j / LANES;
+    if (PAIRS && SMALL) return vector / 2 * 64 + pair / 8 * 16 + vector % 2 * 8 + pair % 8;
+    if (PAIRS) return 2 * j + k;
+    return MIXED ? vector / 2 * 2 * LANES + j % LANES * 2 + vector % 2 : j;
+}
+
+static void NAME(pack)(const void *weight, const float *scale, int64_t in, int64_t out, int gated, void *packed) {
     const STORED *w = weight;
     STORED *to = packed;
     int64_t each = gated ? PANEL / 2 : PANEL, outputs = gated ? out / 2 : out;
+    float *scales = NAME(scales)(packed, in, out);
 #pragma omp parallel for
     for (int64_t panel = 0; panel < up_to(outputs, each) / each; panel++)
         for (int64_t k = 0; k < in; k++)
             for (int64_t j = 0; j < PANEL; j++) {
                 int64_t o = panel * each + j % each, up = j / each * outputs;
-                int64_t mixed = j / (2 * LANES) * 2 * LANES + j % LANES * 2 + j / LANES % 2;
-                int64_t at = PAIRS ? (k / 2 * PANEL + j) * 2 + k % 2 : k * PANEL + (MIXED ? mixed : j);
-                to[panel * PANEL * in + at] = o < outputs ? w[(up + o) * in + k] : 0;
+                STORED x = o < outputs ? w[(up + o) * in + k] : 0;
+                if (SMALL && PAIRS && (int8_t)x < 0) x = (STORED)(-(int)x | 0x80);
+                to[(panel * in + k / TAKEN * TAKEN) * PANEL + NAME(place)(j, k % TAKEN)] = x;
+                if (SMALL && k == 0) scales[panel * PANEL + j] = o < outputs ? scale[up + o] : 0;
             }
 }
 
@@ -127,13 +163,16 @@ static void NAME(put)(const Sink *sink, const Matrix *matrix, int64_t row, int64
 /* Add `count` rows by `steps` steps of a panel to `wide` vectors of their sums. Meanwhile what follows is fetched, by
  * `bytes` further at each step. */
 ALWAYS void NAME(tile)(
-    const int count, const int wide, const INPUT *x, int64_t in, const STORED *w, int64_t steps, V *kept, const char *next, int64_t bytes) {
+    const int count, const int wide, const int small, char *widened, const INPUT *x, int64_t in, const char *w, int64_t steps, V *kept,
+    const char *next, int64_t bytes) {
     V sum[TILE][WIDE];
     for (int i = 0; i < count; i++)
         for (int j = 0; j < wide; j++) sum[i][j] = kept[i * WIDE + j];
-    for (int64_t k = 0; k < steps; k++, w += TAKEN * PANEL, next += bytes) {
+    for (int64_t k = 0; k < steps; k++, w += small ? STEP : WIDENED, next += bytes) {
         NAME(Factor) b[WIDE];
-        for (int j = 0; j < wide; j++) b[j] = NAME(factor)(w, j);
+        if (small) NAME(widen)((const STORED *)w, wide, b);
+        else for (int j = 0; j < wide; j++) b[j] = NAME(factor)(w, j);
+        if (small && widened) memcpy(widened + k * WIDENED, b, (size_t)wide * sizeof(b[0]));
         for (int j = 0; j < STEP; j += 64) _mm_prefetch(next + j, _MM_HINT_T0);
 #pragma GCC unroll 6
         for (int i = 0; i < count; i++) {
@@ -145,13 +184,19 @@ ALWAYS void NAME(tile)(
         for (int j = 0; j < wide; j++) kept[i * WIDE + j] = sum[i][j];
 }
 
-#define TILE_OF(count) case count: NAME(tile)(count, AT_ONCE(count), from, in, part_of, steps, to, next, bytes); break;
+#define TILE_OF(count) \
+    case count: \
+        if (small) NAME(tile)(count, AT_ONCE(count), 1, tiles > 1 ? widened : 0, from, in, (const char *)(w + TAKEN * LANES * vector), steps, to, next, bytes); \
+        else NAME(tile)(count, AT_ONCE(count), 0, 0, from, in, read, steps, to, next, bytes); \
+        break;
 /* x [rows, in] by the panels of each thread of a team, some rows and some steps over the inputs at a time, so that
  * weights are read from the nearest cache but once. What follows comes from memory meanwhile: for one part some steps
  * ahead, for several a share of the next steps with each, as memory would be idle while they multiply. */
 static void NAME(multiply)(const INPUT *x, int64_t rows, const Matrix *matrix, const Sink *sink) {
     int64_t in = matrix->in;
+    const float *scale = NAME(scales)(matrix->weight, in, matrix->out);
     V sums[SHARING][WIDE];
+    char near[SMALL ? NEAR : 1] __attribute__((aligned(64)));
 #pragma omp for schedule(static) nowait
     for (int64_t panel = 0; panel < up_to(matrix->out, PANEL) / PANEL; panel++)
         for (int64_t first = 0, some; first < rows; first += some) {
@@ -164,7 +209,9 @@ static void NAME(multiply)(const INPUT *x, int64_t rows, const Matrix *matrix, c
                 for (int64_t part = 0; part < parts; part++) {
                     int64_t t = part % tiles, vector = part / tiles * AT_ONCE(some), row = some * t / tiles;
                     const INPUT *from = x + (first + row) * in + k * TAKEN;
-                    const STORED *part_of = w + TAKEN * LANES * vector;
+                    int small = SMALL && t == 0;
+                    char *widened = near + WIDENED / WIDE * vector;
+                    const char *read = SMALL ? widened : (const char *)(w + TAKEN * LANES * vector);
                     const char *next = (const char *)w + (parts == 1 ? NEAR / 4 : STEPS * (STEP + part * bytes));
                     V *to = sums[row] + vector;
                     switch (some * (t + 1) / tiles - row) {
@@ -172,7 +219,10 @@ static void NAME(multiply)(const INPUT *x, int64_t rows, const Matrix *matrix, c
                     }
                 }
             }
-            for (int64_t row = 0; row < some; row++) NAME(put)(sink, matrix, first + row, panel, sums[row]);
+            for (int64_t row = 0; row < some; row++) {
+                if (SMALL) for (int j = 0; j < WIDE; j++) sums[row][j] *= LOAD(scale + panel * PANEL + LANES * j);
+                NAME(put)(sink, matrix, first + row, panel, sums[row]);
+            }
         }
 }
 #undef TILE_OF
@@ -299,7 +349,7 @@ ALWAYS V NAME(scores)(const NAME(Pass) *pass, int64_t first) {
         int64_t d = 0;
         V one = SET(0.0f);
         for (; PAIRS && d + 2 * LANES <= size; d += 2 * LANES)
-            one = NAME(add_product)(NAME(factor)((const STORED *)query + d, 0), NAME(factor)((const STORED *)key + d, 0), one);
+            one = NAME(add_product)(NAME(factor)(query + d, 0), NAME(factor)(key + d, 0), one);
         for (; d < size; d += LANES) one = FMA(NAME(load)(query, d, INPUTS), LOAD_ACT(key, d), one);
         sum[i] = one;
     }

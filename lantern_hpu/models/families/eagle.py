@@ -27,6 +27,7 @@ from lantern_hpu.models.files.names import DRAFTER, DRAFTER_WEIGHTS, settings_be
 from lantern_hpu.models.model import ImageModel
 from lantern_hpu.models.text.frames import FRAMES
 from lantern_hpu.models.transformer import Drafter, Target
+from lantern_hpu.ops.quantized import QuantizedLinear
 
 BLOCK_SIZES = {"t2i": 256, "t2i2": 1024, "c2i": 576}  # `input_type` of their config.json
 EPS = 1e-6
@@ -36,6 +37,7 @@ BUFFERS = ("rotary_emb.inv_freq",)
 # Drafters of other kinds, by a tensor that only they have
 OTHERS = {"EAGLE-3": r"^(midlayer\.|d2t$|t2d$)", "Medusa": r"^(medusa_heads?\.)?\d+\.\d+\."}
 SAMPLED_ROWS = 64  # rows of the embedding compared with the target's
+ROUNDED_TO_INT8 = 0.02  # of a row's length, what 8 bits change at most
 ROUNDED = 0.005  # of their length: bfloat16 differs by 0.002 at most, a target tuned for another size by more
 
 
@@ -126,9 +128,14 @@ def check_family(drafter: Drafter, target: Target, path: Path) -> None:
     mine = drafter.embed.weight
     rows = torch.linspace(0, target.config.vocab_size - 1, SAMPLED_ROWS, device=mine.device).long()
     tables = [target.embed(rows)]
-    tables += [target.head.weight[rows]] if isinstance(target.head, nn.Linear) else []
+    rounded = ROUNDED
+    if isinstance(target.head, nn.Linear):
+        tables.append(target.head.weight[rows])
+    if isinstance(target.head, QuantizedLinear):
+        tables.append(target.head.dequantized(mine.dtype)[rows])
+        rounded = ROUNDED_TO_INT8
     for table in tables:
-        if bool((mine[rows].float() - table.float()).norm() <= ROUNDED * table.float().norm()):
+        if bool((mine[rows].float() - table.float()).norm() <= rounded * table.float().norm()):
             return
     why = "its embedding is neither the target's embedding nor the target's head"
     hint = 'the one published with this target; or "trusted": true in its config.json, if you know better'

@@ -38,6 +38,7 @@ from lantern_hpu.models.files.names import (
     weights_files,
 )
 from lantern_hpu.models.files.torchscript import read_torchscript
+from lantern_hpu.ops.quantized import QuantizedLinear
 
 SINGLES = ("model.safetensors", "pytorch_model.bin", "decoder.jit")  # in transformers' order
 # Keys under which training frameworks put the weights; of `model` and `ema` LlamaGen's sampler reads the first
@@ -362,12 +363,16 @@ def mistakes(
 
 
 def read_source(
-    source: Source, checkpoint: Checkpoint, device: Any, dtype: torch.dtype | None
+    source: Source,
+    checkpoint: Checkpoint,
+    device: Any,
+    dtype: torch.dtype | None,
+    allowed: Sequence[torch.dtype] = FLOATS,
 ) -> Tensor:
     parts = []
     for name in source.names:
         part = checkpoint.read(name)
-        if part.dtype not in FLOATS:
+        if part.dtype not in allowed:
             raise WeightsError(f"{checkpoint.path} does not fit", f"{name} holds {part.dtype}")
         parts.append(part)
     if source.rows is not None:
@@ -388,17 +393,22 @@ class Stored:
         recipe: by our names; None where the file uses them. ignored: what the names of tensors that are not
             needed have in them.
         digest: which weights these are; None: their fingerprint.
+        quantized: its matrices are int8 where the module's are, and have their scales with them.
     """
 
     checkpoint: Checkpoint
     recipe: Recipe | None = None
     ignored: tuple[str, ...] = ()
     digest: str | None = None
+    quantized: bool = False
 
     def fill(
         self, module: nn.Module, dtype: torch.dtype | None, device: torch.device | None
     ) -> str:
-        """Fill a module made on `meta`, tensor by tensor; None keeps each tensor's dtype. -> the digest"""
+        """Fill a module made on `meta`, tensor by tensor; None keeps each tensor's dtype. -> the digest
+
+        Matrices that the module has in 8 bits, and the checkpoint has not, are quantised as they are read.
+        """
         recipe = self.recipe_of(module)
         wrong = list(mistakes(module, self.checkpoint, recipe, self.ignored))
         if wrong:
@@ -406,6 +416,11 @@ class Stored:
         for name, source in recipe.items():
             place, _, leaf = name.rpartition(".")
             owner = module.get_submodule(place)
+            if isinstance(owner, QuantizedLinear) and leaf != "bias":
+                own = torch.int8 if leaf == "weight" else torch.float32
+                allowed = (own,) if self.quantized else FLOATS
+                owner.take(leaf, read_source(source, self.checkpoint, device, None, allowed))
+                continue
             tensor = read_source(source, self.checkpoint, device, dtype)
             if leaf in owner._parameters:
                 owner._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
@@ -415,8 +430,9 @@ class Stored:
         return self.digest or self.fingerprint(module)
 
     def recipe_of(self, module: nn.Module) -> Recipe:
-        """What fills a module: not all that a checkpoint holds is needed."""
-        return self.recipe or {name: Source.of(name) for name in module.state_dict()}
+        """What fills a module: not all that a checkpoint holds is needed, and scales may be made on the way."""
+        names = [n for n in module.state_dict() if self.quantized or not n.endswith(".scale")]
+        return self.recipe or {name: Source.of(name) for name in names}
 
     def fingerprint(self, module: nn.Module) -> str:
         """Which weights a module is filled with, the same for any container."""

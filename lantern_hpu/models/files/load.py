@@ -37,6 +37,7 @@ from lantern_hpu.models.files.names import (
     adapters_in,
     check_sums,
     folder_of,
+    quantized_in,
     read_config,
     settings_beside,
     with_text,
@@ -62,6 +63,7 @@ from lantern_hpu.models.text.t5 import T5Conditioner
 from lantern_hpu.models.text.tokens import TokenConditioner, load_tokenizer, splitter
 from lantern_hpu.models.transformer import Drafter, Target
 from lantern_hpu.models.vq import Tokenizer
+from lantern_hpu.ops.quantized import quantized_layer, replace_layers
 
 VQ_MISSING = words(
     "the VQ tokenizer (given by",
@@ -101,6 +103,7 @@ class OpenedModel:
     fastest: dict[str, tuple[str, str | None]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     drafter: OpenedDrafter | None = None
+    quantize: str | None = None  # the format of its files' matrices, where that is smaller
 
     def check_pictures(self) -> None:
         """Raise an OptionError for a model whose tokens nothing here makes pictures of."""
@@ -120,6 +123,9 @@ class OpenedModel:
                 drafter = Drafter(config.target, config.drafter, placement.kernels)
             if config.codebook:
                 vectors = nn.Embedding(config.target.codes, config.codebook)
+        if quantize := placement.quantize or self.quantize:
+            for module in filter(None, (target, drafter)):
+                replace_layers(module, nn.Linear, quantized_layer)
         folder = self.parts.text or folder_of(self.parts.target)
         condition = make_condition(config.condition, target, folder, placement)
         main = nn.ModuleDict({**condition.parts(), "target": target})
@@ -145,6 +151,7 @@ class OpenedModel:
             vq_fingerprint=weights.vq.fingerprint(vq) if vq and weights.vq else "",
             code_vectors_alone=vectors.weight if vectors else None,
             pixels_by=self.pixels,
+            quantize=quantize,
             notes=[*self.notes],
         )
         if drafter is not None and self.drafter is not None:
@@ -202,8 +209,11 @@ def open_folder(parts: Parts) -> OpenedModel:
     if config.vq is not None:
         check_vq(config.vq, config.target, code_pixels, parts.vq or path / VQ)
 
+    quantize = quantized_in(path, description)
+
     def stored(name: str) -> Stored:
-        return Stored(open_checkpoint(path / name), digest=files.get(name))
+        small = bool(quantize) and name != VQ
+        return Stored(open_checkpoint(path / name), digest=files.get(name), quantized=small)
 
     def weights() -> Weights:
         check_sums(path, description)
@@ -218,7 +228,18 @@ def open_folder(parts: Parts) -> OpenedModel:
 
     pixels = parts.pixels or (Path(description["pixels"]) if description.get("pixels") else None)
     name, notes = description.get("name") or path.name, tuple(description.get("notes") or ())
-    return OpenedModel(parts, name, config, code_pixels, sampling, weights, pixels, fastest, notes)
+    return OpenedModel(
+        parts,
+        name,
+        config,
+        code_pixels,
+        sampling,
+        weights,
+        pixels,
+        fastest,
+        notes,
+        quantize=quantize,
+    )
 
 
 def open_published(parts: Parts) -> OpenedModel:

@@ -30,6 +30,8 @@ SCRIPT = ".jit"  # TorchScript, of which tensors alone are read
 # Of what holds no plain weights: models for llama.cpp, and adapters of PEFT and diffusers
 GGUF = ".gguf"
 ADAPTERS = ("adapter_config", "adapter_model", "pytorch_lora_weights")
+# Of our own folders with smaller matrices, in `model.json`
+QUANTIZED_AS = {"format": "int8", "version": 1}
 # What quantised copies have in their tensors' names; the first that matches counts
 QUANTISED = {
     "bitsandbytes": r"\.(SCB|absmax|quant_map)$|\.quant_state\.",
@@ -171,6 +173,19 @@ def read_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
         hint = how_to_renew(folder)
         raise WeightsError(f"files are missing in {folder}", ", ".join(missing), hint)
     return description, config
+
+
+def quantized_in(folder: Path, config: dict[str, Any]) -> str | None:
+    """The smaller format of the matrices, by `model.json`; a WeightsError unless it is of this version."""
+    found = config.get("quantized")
+    if found is None or found == QUANTIZED_AS:
+        return None if found is None else str(QUANTIZED_AS["format"])
+    stated = found if isinstance(found, dict) else {}
+    theirs, ours = (
+        f"{x.get('format')} of version {x.get('version')}" for x in (stated, QUANTIZED_AS)
+    )
+    what = f"{folder} has matrices in the format {theirs}"
+    raise WeightsError(what, f"this version reads {ours}", "convert the model again")
 
 
 def check_sums(folder: Path, config: dict[str, Any]) -> None:

@@ -32,6 +32,7 @@ from lantern_hpu.models.files.names import (
     CONFIG,
     DRAFTER_WEIGHTS,
     NEIGHBOURS,
+    QUANTIZED_AS,
     TARGET,
     TOKENIZER,
     VQ,
@@ -128,6 +129,7 @@ def model_json(model: ImageModel, files: dict[str, str]) -> dict[str, Any]:
         **({"codebook": config.codebook} if config.codebook else {}),
         **({"pixels": str(model.pixels_by.resolve())} if model.pixels_by else {}),
         **({"notes": model.notes} if model.notes else {}),
+        **({"quantized": QUANTIZED_AS} if model.quantize else {}),
         "sampling": asdict(model.sampling),
         "fastest": {name: list(value) for name, value in model.fastest.items()},
     }
