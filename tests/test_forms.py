@@ -27,6 +27,7 @@ from lantern_hpu.files import own_cache
 from lantern_hpu.methods.relaxation import Multiplicative
 from lantern_hpu.models.transformer import Target
 from lantern_hpu.ops.kernels import PLAIN, product
+from lantern_hpu.ops.quantized import quantized_layer, replace_layers
 from tests.tiny import SMALL_TREE, draw, make_engine, request, spec_for, tiny_config, tiny_models
 
 MACHINE = {"card": "H", "driver": "580.1", "torch": "2.11", "triton": "3.6"}
@@ -64,7 +65,7 @@ class Card(forms.Card):
     def product(self, *given: Any) -> Tensor:
         """The plain one, in the place of Triton's."""
         self.form = given[-1]
-        assert len(given) == 8 and FORMS[self.form]
+        assert len(given) == 9 and FORMS[self.form]
         wrong = self.spoiled.get(self.form)
         if wrong == "compiler":
             raise RuntimeError("PTX assembly aborted\nptxas fatal: no such instruction")
@@ -170,7 +171,8 @@ def test_what_differs_in_a_product_is_asked_for_itself() -> None:
     """Rows, format, blocks, and what stands around it."""
     whole = asked()
     wider = Target(tiny_config(dim=128)).layers
-    bfloat16 = tiny_models()[0].layers.bfloat16()
+    bfloat16, small = tiny_models()[0].layers.bfloat16(), tiny_models()[0].layers
+    replace_layers(small, torch.nn.Linear, quantized_layer)
     others = [
         whole._replace(rows=3),
         whole._replace(parts=whole.parts[:1]),
@@ -178,6 +180,12 @@ def test_what_differs_in_a_product_is_asked_for_itself() -> None:
         whole._replace(name="down"),
         whole._replace(parts=[products_of(block)["gate_up"] for block in wider]),
         whole._replace(parts=[products_of(block)["gate_up"] for block in bfloat16]),
+        whole._replace(
+            parts=[products_of(block)["gate_up"] for block in small], dtype=torch.float32
+        ),
+        whole._replace(
+            parts=[products_of(block)["gate_up"] for block in small], dtype=torch.bfloat16
+        ),
     ]
     found = {str(one) for one in (whole, *others)}
     assert len(found) == 1 + len(others) and str(asked()) in found
@@ -233,13 +241,16 @@ def laid_out(card: Card, modules: Any, graphs: str = "eager", product: bool = Tr
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_an_image_drawn_by_forms_is_the_plain_one(bias: bool) -> None:
+@pytest.mark.parametrize("small", [False, True], ids=["whole", "int8"])
+def test_an_image_drawn_by_forms_is_the_plain_one(bias: bool, small: bool) -> None:
     """Of a target whose products have biases or not, and a drafter without a norm before its attention."""
     requests = [request("ab", 1, relaxation=Multiplicative(4, lam=3.0)), request("abcd", 2)]
     config = tiny_config(qkv_bias=bias, kv_heads=1)
     spec = spec_for(SMALL_TREE, requests, config=config)
-    want = draw(make_engine(tiny_models(config), spec), requests)
-    card, models = Card(multiply_add=1.0, dot=1.0), tiny_models(config)
+    card, models, others = Card(multiply_add=1.0, dot=1.0), tiny_models(config), tiny_models(config)
+    for module in (*models, *others) if small else ():
+        replace_layers(module, torch.nn.Linear, quantized_layer)
+    want = draw(make_engine(others, spec), requests)
     made = laid_out(card, models)
     got = draw(make_engine(models, spec), requests)
     assert got.tokens.tolist() == want.tokens.tolist() and got.accepted == want.accepted

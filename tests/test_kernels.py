@@ -50,6 +50,7 @@ from lantern_hpu.ops.kernels import (
     rotate_into,
 )
 from lantern_hpu.ops.kv_cache import KVCache
+from lantern_hpu.ops.quantized import quantized
 from lantern_hpu.ops.sampling import SamplingParams, guided_probs, sample, sample_distinct
 from lantern_hpu.tree import DraftTree, load_tree
 from tests.marks import mostly_slow
@@ -664,14 +665,18 @@ def multiplied(
         return random.normal(*shape).to(dtype)
 
     gated = "gated" in around
+    weight, scale = some(columns * (1 + gated), depth) * depth**-0.5, None
+    if "int8" in around:
+        weight, scale = quantized(weight)
     return [
         some(rows, depth),
-        some(columns * (1 + gated), depth) * depth**-0.5,
+        weight,
         some(columns) if "bias" in around else None,
         some(depth) if "norm" in around else None,
         some(rows, columns) if "residual" in around else None,
         1e-5,
         gated,
+        scale,
     ]
 
 
@@ -679,7 +684,15 @@ def triton_product() -> Any:
     return kernels().product
 
 
-AROUND = ("norm gated", "norm bias residual", "", "norm bias", "residual")
+AROUND = (
+    "norm gated int8",
+    "norm bias residual",
+    "",
+    "norm bias int8",
+    "residual",
+    "int8",
+    "norm gated",
+)
 # Columns and depth that the blocks of forms divide and do not; one of each alone
 SIZES = ((5, 33), (3, 300), (4, 256), (32, 1024), (1, 1))
 

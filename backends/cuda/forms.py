@@ -27,6 +27,7 @@ from lantern_hpu.backends.cuda.kernels.programs import FORMS
 from lantern_hpu.errors import LanternError, OutputError
 from lantern_hpu.files import own_cache, reading, write_file
 from lantern_hpu.ops.kernels import Kernels, product
+from lantern_hpu.ops.quantized import dequantized, quantized
 
 CUBLAS = "cublas"
 GAIN = 0.97  # of cuBLAS's time: a form that takes more is not faster, as far as can be told
@@ -82,7 +83,8 @@ class BlockProduct(NamedTuple):
     def arguments(self, x: Tensor, residual: Tensor | None) -> tuple[Any, ...]:
         """Those of `kernels.product`."""
         norm, eps = (self.norm.weight, self.norm.eps) if self.norm else (None, 0.0)
-        return x, self.linear.weight, self.linear.bias, norm, residual, eps, self.gated
+        scale = getattr(self.linear, "scale", None)
+        return x, self.linear.weight, self.linear.bias, norm, residual, eps, self.gated, scale
 
 
 def products_of(block: Any) -> dict[str, BlockProduct]:
@@ -98,18 +100,29 @@ def products_of(block: Any) -> dict[str, BlockProduct]:
 
 
 class AskedProduct(NamedTuple):
-    """A product whose form is asked for: that of all blocks of a module, with so many rows."""
+    """A product whose form is asked for: that of all blocks of a module, with so many rows.
+
+    Attributes:
+        dtype: of the rows, where the matrices have 8 bits.
+    """
 
     name: str
     parts: Sequence[BlockProduct]
     rows: int
+    dtype: torch.dtype = torch.float32
 
     def __str__(self) -> str:
         """All that a choice may depend on, but for the machine."""
         (linear, norm, *_), layers = self.parts[0], len(self.parts)
         around = ["norm"] * (norm is not None) + [self.name] + ["bias"] * (linear.bias is not None)
         sizes = f"{linear.out_features} x {linear.in_features} {dtype_name(linear.weight.dtype)}"
+        if self.small:
+            sizes += f" by {dtype_name(self.dtype)}"
         return f"product {' + '.join(around)}, {sizes}, {layers} layers, {self.rows} rows"
+
+    @property
+    def small(self) -> bool:
+        return bool(self.parts[0].linear.weight.dtype == torch.int8)
 
     @property
     def offered(self) -> list[str]:
@@ -119,15 +132,18 @@ class AskedProduct(NamedTuple):
         """Random arguments of `kernels.product`, like those of the first block."""
         linear, norm, gated, adds = self.parts[0]
         (columns, depth), like = linear.weight.shape, linear.weight
+        dtype = self.dtype if self.small else like.dtype
         seeded = torch.Generator(like.device).manual_seed(0)
 
         def some(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=seeded, device=like.device).to(like.dtype)
+            return torch.randn(shape, generator=seeded, device=like.device).to(dtype)
 
-        weight = some(columns, depth) * depth**-0.5
+        weight, row_scale = some(columns, depth) * depth**-0.5, None
+        if self.small:
+            weight, row_scale = quantized(weight)
         bias = None if linear.bias is None else some(columns)
         scale, residual = some(depth) if norm else None, some(self.rows, columns) if adds else None
-        return some(self.rows, depth), weight, bias, scale, residual, 1e-5, gated
+        return some(self.rows, depth), weight, bias, scale, residual, 1e-5, gated, row_scale
 
 
 # ------------------------------------------------------------------------------------ choices
@@ -148,10 +164,12 @@ class Forms:
 
     def multiply(self, form: str, *given: Any) -> Tensor:
         """The product in a form; `given` are the arguments of `kernels.product`."""
-        x, weight, bias, norm, residual, eps, gated = given
+        x, weight, bias, norm, residual, eps, gated, scale = given
         if form != CUBLAS:
             assert self.kernels.product is not None
-            return self.kernels.product(x, weight, bias, norm, residual, eps, gated, form)
+            return self.kernels.product(*given, form)
+        if scale is not None:
+            weight = dequantized(weight, scale, x.dtype)
         y = F.linear(x if norm is None else self.kernels.rms_norm(x, norm, eps), weight, bias)
         y = self.kernels.swiglu(y) if gated else y
         return y if residual is None else residual + y
@@ -214,7 +232,7 @@ class Forms:
 
         Without the residual sum of cuBLAS's, which the next norm may take.
         """
-        x, *_, residual, _, _ = asked.example()
+        x, *_, residual, _, _, _ = asked.example()
         added = None if form == CUBLAS else residual
 
         def run() -> None:
@@ -272,7 +290,9 @@ class BlockForms:
         rows, blocks = x.numel() // x.shape[-1], list(self.parts.values())
         if rows not in self.chosen:
             self.chosen[rows] = {
-                name: self.forms.choose(AskedProduct(name, [parts[name] for parts in blocks], rows))
+                name: self.forms.choose(
+                    AskedProduct(name, [parts[name] for parts in blocks], rows, x.dtype)
+                )
                 for name in blocks[0]
             }
         return any(form != CUBLAS for form in self.chosen[rows].values())
@@ -317,7 +337,7 @@ def install(modules: Sequence[nn.Module], forms: Forms) -> None:
 
 
 def fits(block: Any) -> bool:
-    """Whether it is one of ours, its products matrices in one piece, not quantized, with nothing behind them."""
+    """Whether it is one of ours, its products matrices in one piece, with nothing behind them."""
     if not hasattr(block, "fused"):
         return False
     norms = (block.attention_post_norm, block.ffn_post_norm)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lantern_hpu.ops import sampling
 from lantern_hpu.ops.buffers import additive_mask
+from lantern_hpu.ops.quantized import dequantized
 from lantern_hpu.ops.sampling import SamplingParams
 
 
@@ -172,6 +173,7 @@ def product(
     residual: Tensor | None,
     eps: float,
     gated: bool,
+    scale: Tensor | None = None,
 ) -> Tensor:
     """A linear layer with what stands around it: RMS norm, product, SwiGLU, residual sum.
 
@@ -179,9 +181,11 @@ def product(
         x: [..., K]. weight: [N, K], with `gated` [2 N, K]: gates, then ups. bias: [N], or None.
         norm: [K] and eps, of a norm before the product; None: there is none.
         residual: [..., N], what the product is added to, or None.
+        scale: [N] or [2 N] float32, of a weight int8: see `dequantized`.
 
     Returns [..., N].
     """
+    weight = weight if scale is None else dequantized(weight, scale, x.dtype)
     y = F.linear(x if norm is None else rms_norm(x, norm, eps), weight, bias)
     y = swiglu(y) if gated else y
     return y if residual is None else residual + y
@@ -205,9 +209,7 @@ class Sizes(Protocol):
 # Queries, keys and values, then how they turn, their write, and the mask [R, 1, T, S] -> [R, h, T, hd]
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, bool, CacheWrite, Tensor], Tensor]
 # Those of `product`, and by name the form of a device's own that is to serve
-Product = Callable[
-    [Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, float, bool, str], Tensor
-]
+Product = Callable[..., Tensor]
 RotateInto = Callable[[Tensor, Tensor, Tensor, Tensor, bool, CacheWrite], Tensor]
 
 

@@ -30,6 +30,11 @@ def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([(part.float() / step).round().to(torch.int8) for part, step in parts]), scale
 
 
+def dequantized(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """A matrix int8 [out, in] with scales [out] as numbers of a format."""
+    return (weight.float() * scale[:, None]).to(dtype)
+
+
 class QuantizedLinear(nn.Module):
     """`nn.Linear` for inference, [.., in] -> [.., out], whose matrix has 8 bits a number.
 
@@ -59,7 +64,7 @@ class QuantizedLinear(nn.Module):
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """The matrix [out, in] as numbers of a format."""
-        return (self.weight.float() * self.scale[:, None]).to(dtype)
+        return dequantized(self.weight, self.scale, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.dequantized(x.dtype), self.bias)

@@ -88,7 +88,7 @@ def kernel_examples(device: torch.device, dtype: torch.dtype) -> dict[str, list[
         """All that may stand around a product, over fewest rows."""
         rows, width = FORMS[form].rows[0], 200
         x, weight = some(rows, width), some(10, width) * width**-0.5
-        return x, weight, None, some(width), some(rows, 5), 1e-5, True, form
+        return x, weight, None, some(width), some(rows, 5), 1e-5, True, None, form
 
     slot, unpadded = torch.arange(24).int(), torch.rand(4, 24, generator=generator) < 0.8
     tree = torch.ones(3, 3).tril().bool().expand(2, -1, -1)

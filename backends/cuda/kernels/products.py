@@ -26,6 +26,7 @@ def product_kernel(
     bias,  # [N] or None
     norm,  # [K] or None
     residual,  # [M, N] or None
+    row_scale,  # [N], with GATED [2 N], of a weight int8, or None
     out,  # [M, N]
     M,
     N,
@@ -45,10 +46,12 @@ def product_kernel(
         for start in range(0, K, BK):
             a, squares = normed_rows(x, norm, start, M, K, BM, BK)
             square += tl.sum(squares, 1)
-            a = a.to(weight.dtype.element_ty)
-            y = tl.dot(a, part_of(weight, n, start, 0, N, K, BK).T, y, input_precision="ieee")
+            a = a.to(x.dtype.element_ty)
+            part = part_of(weight, n, start, 0, N, K, BK).to(a.dtype)
+            y = tl.dot(a, part.T, y, input_precision="ieee")
             if GATED:
-                up = tl.dot(a, part_of(weight, n, start, N, N, K, BK).T, up, input_precision="ieee")
+                part = part_of(weight, n, start, N, N, K, BK).to(a.dtype)
+                up = tl.dot(a, part.T, up, input_precision="ieee")
     else:
         ys, ups = tl.zeros([BM, BN, BK], tl.float32), tl.zeros([BM, BN, BK], tl.float32)
         squared = tl.zeros([BM, BK], tl.float32)
@@ -59,6 +62,10 @@ def product_kernel(
             if GATED:
                 ups += a[:, None, :] * part_of(weight, n, start, N, N, K, BK).to(tl.float32)[None]
         y, up, square = tl.sum(ys, 2), tl.sum(ups, 2), tl.sum(squared, 1)
+    if row_scale is not None:
+        y *= tl.load(row_scale + n, mask=n < N, other=0.0)[None, :]
+        if GATED:
+            up *= tl.load(row_scale + N + n, mask=n < N, other=0.0)[None, :]
     if norm is not None:
         scale = tl.math.rsqrt(square / K + eps)[:, None]
         y *= scale
@@ -101,13 +108,14 @@ def product_out(x: Tensor, weight: Tensor, *others: Any) -> Tensor:
 
 
 @operator(
-    "product(Tensor x, Tensor weight, Tensor? bias, Tensor? norm, Tensor? residual, float eps, bool gated, str form)"
+    "product(Tensor x, Tensor weight, Tensor? bias, Tensor? norm, Tensor? residual, float eps, bool gated,"
+    " Tensor? scale, str form)"
     " -> Tensor",
     product_out,
 )
 def triton_product(x: Tensor, weight: Tensor, *others: Any) -> Tensor:
     """`kernels.product` in a form of `FORMS`, for as many rows as that takes."""
-    bias, norm, residual, eps, gated, name = others
+    bias, norm, residual, eps, gated, scale, name = others
     out, form = product_out(x, weight, *others), FORMS[name]
     units, depth = form.kernel == "dot", x.shape[-1]
     rows, width = x.numel() // depth, out.shape[-1]
@@ -117,6 +125,7 @@ def triton_product(x: Tensor, weight: Tensor, *others: Any) -> Tensor:
         bias,
         norm,
         None if residual is None else residual.contiguous(),
+        scale,
         out,
         rows,
         width,
