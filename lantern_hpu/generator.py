@@ -176,13 +176,15 @@ class ImageGenerator:
     def picture(self, record: ImageRecord) -> Image.Image | None:
         """Of an image that is done; None where nothing makes it."""
         model, request = self.model, record.request
-        config = model.sized(request.size)
+        config = model.sizes([request])
         tokens = record.token_ids[None]
         if self.diffusion is None:
             pictures = self.pixels(tokens, config)
         else:
+            reader, about = model.condition.reader, ([request.prompt], [request.seed])
             with self.backend.errors():
-                pictures = self.diffusion(tokens, config, [request.prompt], [request.seed])
+                read = [(reader.prepared(s), reader.codes(s)) for s in request.sources if reader]
+                pictures = self.diffusion(tokens, config, *about, read)
         return pictures[0] if pictures else None
 
     def notes(self, requests: Sequence[Request]) -> list[tuple[str, str]]:

@@ -282,8 +282,9 @@ class LanternPipeline(ImageGenerator):
         check_sources(self.model.config, self.model.name, len(sources[0]))
         seeds = iter(seeds_of(asked.get("seed"), generator, count))
         requests = [
-            Request(text, next(seeds), sampling, setting.relaxation, negative, size, pictures)
+            Request(text, next(seeds), sampling, setting.relaxation, negative, own, pictures)
             for text, negative, pictures in zip(prompts, negatives, sources, strict=True)
+            for own in [size or self.model.size_of_sources(pictures)]
             for _ in range(each)
         ]
         for text, note in self.notes(requests):

@@ -309,6 +309,35 @@ class VQConfig:
 
 
 @dataclass(frozen=True)
+class VisionConfig:
+    """What makes codes of pictures where no tokenizer does, GLM-Image's vision tower, and which pictures it reads."""
+
+    dim: int
+    layers: int
+    heads: int
+    ffn_dim: int
+    patch: int  # pixels along a patch, of a picture of half the source's size
+    side: int  # rows and columns of the table of positions
+    code_dim: int
+    least: int = 512  # pixels along the shorter side of a source; smaller ones are enlarged
+    most: int = 2048  # the same of the longer side
+    problem: str = ""  # why it cannot be used; empty if it can
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        sizes = (self.dim, self.layers, self.heads, self.ffn_dim, self.patch, self.side)
+        if min(*sizes, self.code_dim, self.least) < 1 or self.layers > MOST_LAYERS:
+            raise ValueError(f"sizes that no vision tower has: {sizes}")
+        if self.dim % self.heads or self.least % self.step or self.most % self.step:
+            raise ValueError(f"{self.heads} heads of {self.dim}, sources in steps of {self.step}")
+
+    @property
+    def step(self) -> int:
+        """Pixels of a source along a code."""
+        return 2 * self.patch
+
+
+@dataclass(frozen=True)
 class T5Config:
     """A T5 encoder; names and defaults are those of transformers' config.json."""
 
@@ -390,6 +419,7 @@ class ModelConfig:
     vq: VQConfig | None = None
     text: T5Config | None = None  # of the text encoder; None, too, where it is not here
     codebook: int = 0  # width of the codes' vectors, where those alone are known of their tokenizer
+    vision: VisionConfig | None = None
     # Parameters of the diffusion model that makes pictures of the codes, where known
     diffusion: int = 0
 
@@ -399,6 +429,7 @@ class ModelConfig:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> ModelConfig:
         kinds: dict[str, type[Any]] = {"drafter": DrafterConfig, "vq": VQConfig, "text": T5Config}
+        kinds["vision"] = VisionConfig
         there = {name: kind for name, kind in kinds.items() if values.get(name) is not None}
         return cls(
             TransformerConfig(**values["target"]),
@@ -425,6 +456,8 @@ class ModelConfig:
     @property
     def encodes_pictures(self) -> bool:
         """Whether one of its parts makes codes of pictures."""
+        if self.vision is not None:
+            return not self.vision.problem
         return self.vq is not None and self.vq.kind == "image"
 
     @property

@@ -89,9 +89,15 @@ class DiffusionPixels:
         config: TransformerConfig,
         prompts: Sequence[str],
         seeds: Sequence[int],
+        sources: Sequence[tuple[Image.Image, Tensor]] = (),
     ) -> list[Image.Image]:
-        """Pictures of tokens [B, N], one at a time; of prompts, quoted text is read."""
+        """Pictures of tokens [B, N], one at a time; of prompts, quoted text is read.
+
+        Args:
+            sources: of each picture that all are drawn from what the model saw of it, and its codes [h, w].
+        """
         height, width = (config.code_pixels * side for side in config.grid)
+        read = source_arguments(sources, self.pipe.device) if sources else {}
         found: list[Image.Image] = []
         for row, prompt, seed in zip(tokens, prompts, seeds, strict=True):
             found += self.pipe(
@@ -100,9 +106,26 @@ class DiffusionPixels:
                 width=width,
                 prior_token_ids=prior_token_ids(row[None], config.grid).to(self.pipe.device),
                 generator=torch.Generator().manual_seed(seed),
+                **read,
                 **self.options,
             ).images
         return found
+
+
+def source_arguments(
+    sources: Sequence[tuple[Image.Image, Tensor]], device: torch.device
+) -> dict[str, Any]:
+    """What diffusers' pipeline takes of one picture's sources: pixels, codes doubled both ways, and their grids."""
+    codes, grids = [], []
+    for _, own in sources:
+        rows, columns = own.shape
+        codes.append(prior_token_ids(own.flatten()[None].numpy(), (rows, columns))[0])
+        grids.append([1, 2 * rows, 2 * columns])
+    return {
+        "image": [picture for picture, _ in sources],
+        "prior_token_image_ids": [torch.cat(codes).to(device)],
+        "source_image_grid_thw": [torch.tensor(grids, device=device)],
+    }
 
 
 def check_diffusion_folder(folder: Path) -> None:

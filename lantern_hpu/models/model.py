@@ -18,13 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lantern_hpu.core import Request, Sampling
+from lantern_hpu.core import Request, Sampling, SourcePicture
 from lantern_hpu.errors import Arg, OptionError, OutputError, WeightsError, words
 from lantern_hpu.files import check_content, check_regular, own_cache, write_file
 from lantern_hpu.models.config import ModelConfig, TransformerConfig, VQConfig
 from lantern_hpu.models.cosmos_vq import CosmosVQ
 from lantern_hpu.models.emu3_vq import Emu3VQ, MoVQ, count_decoder
 from lantern_hpu.models.files.checkpoint import shapes_only
+from lantern_hpu.models.text.frames import check_sources
 from lantern_hpu.models.text.prefix import Conditioner, condition_modules
 from lantern_hpu.models.transformer import Drafter, Target
 from lantern_hpu.models.vq import Tokenizer, VQModel
@@ -186,6 +187,11 @@ class ImageModel:
     notes: list[str] = field(default_factory=list)  # what a user should know of its parts
     _near: dict[int, Tensor] = field(default_factory=dict, repr=False)  # by number of neighbours
 
+    def size_of_sources(self, sources: Sequence[SourcePicture]) -> tuple[int, int] | None:
+        """Height and width of what is drawn where none are asked for: the first source's, as the model has sizes."""
+        reader = self.condition.reader
+        return reader.size(sources[0]) if sources and reader is not None else None
+
     @property
     def makes_pictures(self) -> bool:
         return self.vq is not None or self.pixels_by is not None
@@ -211,10 +217,16 @@ class ImageModel:
         if len(sizes) > 1:
             why = "a batch has one size of picture"
             raise OptionError(f"{len(sizes)} sizes are asked for", why, "a call for each size")
-        config = self.sized(sizes.pop())
-        if not config.prefixes:
+        config, sourced = self.sized(sizes.pop()), any(r.sources for r in requests)
+        if sourced:
+            check_sources(self.config, self.name, max(len(r.sources) for r in requests))
+            if not all(r.sources for r in requests):
+                why = "of a batch all images have pictures to draw from, or none has"
+                raise OptionError(words(Arg("image"), "is missing"), why, "a call for each kind")
+        if not (config.prefixes or sourced):
             return config
-        return config.of_grid(config.grid, max(self.condition.length(r) for r in requests))
+        longest = max(self.condition.length(r) for r in requests)
+        return config.of_grid(config.grid, longest, sourced)
 
     def sized(self, size: tuple[int, int] | None) -> TransformerConfig:
         """The target's for pictures of a height and width in pixels; None: as the model has them."""

@@ -95,7 +95,7 @@ class Rotary(nn.Module):
         first, second, _ = config.rope_sections
         table = rope_table(config, config.prefix + int(axes.max()) + 1)
         parts = table.split([first, second, table.shape[-1] - first - second], -1)
-        self.axes = nn.ModuleList(Axis(*pair) for pair in zip(axes, parts, strict=True))
+        self.axes: Any = nn.ModuleList(Axis(*pair) for pair in zip(axes, parts, strict=True))
 
     def forward(self, position: Tensor, pads: Tensor) -> Tensor:
         """[R, T] of rows with `pads` [R]: [R, T, 2, hd / 2] float32."""
@@ -107,7 +107,6 @@ class Rotary(nn.Module):
 
     def at(self, axes: Tensor) -> Tensor:
         """At places on the axes of "mrope" [R, 3, T]: [R, T, 2, hd / 2] float32."""
-        axis: Any
         pairs = zip(self.axes, axes.unbind(1), strict=True)
         return torch.cat([axis.table[at] for axis, at in pairs], -1)
 

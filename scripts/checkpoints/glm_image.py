@@ -26,9 +26,22 @@ END = f"<|dit_token_{CODES + 1}|>"
 NAMED = ("<sop>", "<eop>", "<|image|>", "<|endoftext|>")
 ROWS = 1024  # of the table
 GLYPHS = 32  # width of the encoder of quoted text
+PICTURE = f"<|dit_token_{CODES}|><|image|><|dit_token_{CODES + 1}|>"
 TEMPLATE = (
-    "{%- for m in messages -%}{%- for c in m.content -%}{{ c.text }}{%- endfor -%}{%- endfor -%}"
+    "{%- for m in messages -%}{%- for c in m.content -%}{%- if c.type == 'image' -%}"
+    + PICTURE
+    + "{%- else -%}{{ c.text }}{%- endif -%}{%- endfor -%}{%- endfor -%}"
 )
+# As published, but for sources from 64 to 512 pixels a side
+PICTURES: dict[str, Any] = {
+    "min_pixels": 64**2,
+    "max_pixels": 512**2,
+    "patch_size": 16,
+    "temporal_patch_size": 1,
+    "merge_size": 1,
+    "image_mean": [0.5] * 3,
+    "image_std": [0.5] * 3,
+}
 
 
 def special_ids() -> dict[str, int]:
@@ -52,8 +65,12 @@ def write_processor(folder: Path) -> None:
     grids = {"grid_bos_token": "<sop>", "grid_eos_token": "<eop>", "image_token": "<|image|>"}
     file = str(folder / "tokenizer.json")
     tokenizer = make(tokenizer_file=file, padding_side="left", extra_special_tokens=grids, **ends)
-    processor: Any = GlmImageProcessor(GlmImageImageProcessorPil(), tokenizer, TEMPLATE)
+    pictures: Any = GlmImageImageProcessorPil(**PICTURES)
+    processor: Any = GlmImageProcessor(pictures, tokenizer, TEMPLATE)
     processor.save_pretrained(folder)
+    # The published folder has a file of its own for pictures
+    more = {"processor_class": "GlmImageProcessor", "resample": 3}
+    write_json(folder / "preprocessor_config.json", PICTURES | more)
 
 
 def autoregressive_model(generator: Generator) -> Any:
@@ -67,7 +84,7 @@ def autoregressive_model(generator: Generator) -> Any:
     text |= {"hidden_size": DIM, "intermediate_size": 96, "num_hidden_layers": LAYERS}
     text |= {"num_attention_heads": HEADS, "num_key_value_heads": 2, "rms_norm_eps": 1e-5}
     text |= {"pad_token_id": named["<|endoftext|>"], "eos_token_id": CODES + 1}
-    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2}
+    vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2}
     config = GlmImageConfig(
         text_config=text | {"rope_parameters": rope | {"mrope_section": [1, 2, 1]}},
         vision_config=vision | {"patch_size": 16, "image_size": 64},

@@ -7,6 +7,7 @@ preview, then the picture; pixels are made by the diffusion model that is publis
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor
 from lantern_hpu.core import Sampling
 from lantern_hpu.errors import WeightsError
 from lantern_hpu.files import reading
-from lantern_hpu.models.config import TransformerConfig
+from lantern_hpu.models.config import TransformerConfig, VisionConfig
 from lantern_hpu.models.families.base import (
     HEAD,
     Family,
@@ -28,10 +29,35 @@ from lantern_hpu.models.families.base import (
     llama_recipe,
 )
 from lantern_hpu.models.files.checkpoint import Source
+from lantern_hpu.models.files.names import settings_beside
 from lantern_hpu.ops.grammar import NEVER
 
 TEXT = "model.language_model."
 PROCESSOR = "GlmImageProcessor"  # whose rule for the preview's size is known
+VISUAL = "model.visual."
+# Of config.json and of the settings of pictures, the known values of those that change what is read
+VISION_KEYS = {
+    "vision_config.hidden_act": "gelu",
+    "vision_config.attention_bias": True,
+    "vision_config.layer_norm_eps": 1e-6,
+    "vision_config.spatial_merge_size": 1,
+}
+PICTURES = {
+    "patch_size": 16,
+    "temporal_patch_size": 1,
+    "merge_size": 1,
+    "image_mean": [0.5] * 3,
+    "image_std": [0.5] * 3,
+    "resample": 3,
+}
+# Least and most pixels: in published files, in newer ones under "size", and where neither has them
+PIXELS = ("min_pixels", "shortest_edge", 512**2), ("max_pixels", "longest_edge", 2048**2)
+SOURCE_PREFIXES = (
+    1536,
+    2560,
+    4608,
+    8704,
+)  # of one, two and four sources of 1024 x 1024 and 512 words
 SPARE = "spare"  # the head's bias that forbids special tokens, which is in no file
 
 
@@ -48,6 +74,7 @@ def glm_image_config(family: Family, files: Files) -> TransformerConfig:
         ("text_config.vision_vocab_size", text.get("vision_vocab_size", vocabulary), vocabulary),
     )
     head_dim = checkpoint.shapes[HEAD][1] // int(text["num_attention_heads"])
+    positions = int(text["max_position_embeddings"])
     rotated = float(rope.get("partial_rotary_factor", 1.0))
     config = llama_config(
         family,
@@ -59,7 +86,8 @@ def glm_image_config(family: Family, files: Files) -> TransformerConfig:
         qkv_bias=f"{TEXT}layers.0.self_attn.q_proj.bias" in checkpoint,
         rotary_dim=int(head_dim * rotated),
         rope_sections=tuple(rope["mrope_section"]),
-        max_positions=int(text["max_position_embeddings"]),
+        max_positions=positions,
+        source_prefixes=tuple(p for p in SOURCE_PREFIXES if p < positions),
     )
     own = {"attention_bias": config.qkv_bias, "partial_rotary_factor": rotated}
     check_keys(checkpoint, text, own)
@@ -93,6 +121,47 @@ def paired_rows(config: TransformerConfig) -> tuple[tuple[int, int], ...]:
         rows += [(start + a, start + b) for a, b in pieces if a < b]
     end = (config.heads + config.kv) * size
     return (*rows, (end, end + config.kv_width))
+
+
+def vision_config(files: Files) -> VisionConfig | None:
+    """Sizes of what reads pictures; None where the files lack it."""
+    shapes = files.checkpoint.shapes
+    patches = shapes.get(f"{VISUAL}patch_embed.proj.weight")
+    if patches is None:
+        return None
+    stated: dict[str, Any] = files.hf_config["vision_config"]
+    check_keys(files.checkpoint, files.hf_config, VISION_KEYS)
+    settings = image_processor(files.parts.text)
+    wrong = [name for name, value in PICTURES.items() if settings.get(name) != value]
+    problem = ""
+    if not settings:
+        problem = "preprocessor_config.json, which says how pictures are read, is missing"
+    elif wrong:
+        problem = f"preprocessor_config.json has other values than known: {', '.join(wrong)}"
+    named = settings.get("size") or {}
+    limits = [
+        math.isqrt(int(settings.get(old) or named.get(new) or usual)) for old, new, usual in PIXELS
+    ]
+    return VisionConfig(
+        dim=patches[0],
+        layers=files.checkpoint.count(f"{VISUAL}blocks."),
+        heads=int(stated["num_heads"]),
+        ffn_dim=shapes[f"{VISUAL}blocks.0.mlp.fc1.weight"][0],
+        patch=patches[-1],
+        side=math.isqrt(shapes[f"{VISUAL}embeddings.position_embedding.weight"][0]),
+        code_dim=shapes["model.vqmodel.quant_conv.weight"][0],
+        least=limits[0],
+        most=limits[1],
+        problem=problem,
+    )
+
+
+def image_processor(folder: Path | None) -> dict[str, Any]:
+    """Settings of pictures, from a file of their own or, in newer folders, from the processor's; empty without both."""
+    if folder is None:
+        return {}
+    settings = settings_beside(folder, "preprocessor_config.json")
+    return settings or settings_beside(folder, "processor_config.json").get("image_processor", {})
 
 
 def glm_image_recipe(family: Family, files: Files, config: TransformerConfig) -> dict[str, Source]:
@@ -146,4 +215,6 @@ GLM_IMAGE = Family(
     computed=spare_bias,
     generation="generation_config.json",
     diffusion=True,
+    vision=vision_config,
+    vision_names=((rf"^{VISUAL}", ""), (r"^model\.vqmodel\.quant_conv", "quant_conv")),
 )

@@ -448,6 +448,7 @@ class Weights(NamedTuple):
     files: Mapping[str, str] = {}  # digests that are known already
     fingerprint: str | None = None  # of the target; None where it is the digest
     neighbours: Path | None = None  # a published table
+    vision: Stored | None = None  # of what makes codes of pictures, where that is no tokenizer
 
 
 def fingerprint(checkpoint: Checkpoint, recipe: Recipe) -> str:

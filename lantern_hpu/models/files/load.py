@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,6 +33,7 @@ from lantern_hpu.models.files.names import (
     DRAFTER_WEIGHTS,
     NEIGHBOURS,
     TARGET,
+    VISION,
     VQ,
     Parts,
     adapters_in,
@@ -52,7 +54,8 @@ from lantern_hpu.models.model import (
     read_table,
     table_digest,
 )
-from lantern_hpu.models.text.frames import FRAMES
+from lantern_hpu.models.reading import GlmImageReader, LuminaReader, Reader
+from lantern_hpu.models.text.frames import FRAMES, reads_pictures
 from lantern_hpu.models.text.prefix import (
     CaptionConditioner,
     ClassConditioner,
@@ -62,7 +65,7 @@ from lantern_hpu.models.text.prefix import (
 from lantern_hpu.models.text.t5 import T5Conditioner
 from lantern_hpu.models.text.tokens import TokenConditioner, load_tokenizer, splitter
 from lantern_hpu.models.transformer import Drafter, Target
-from lantern_hpu.models.vq import Tokenizer
+from lantern_hpu.models.vq import Tokenizer, VQModel
 from lantern_hpu.ops.quantized import quantized_layer, replace_layers
 
 VQ_MISSING = words(
@@ -135,6 +138,8 @@ class OpenedModel:
         files = {**weights.files, TARGET: digest, **text_digest(condition)}
         if config.vq is not None and weights.vq is not None:
             vq, files[VQ] = load_vq(config.vq, weights.vq, device)
+        if config.condition.kind == "tokens" and reads_pictures(config):
+            condition.reader = make_reader(config, weights.vision, vectors, vq, placement)
         model = ImageModel(
             name=self.name,
             source=self.parts.source,
@@ -224,6 +229,7 @@ def open_folder(parts: Parts) -> OpenedModel:
             files,
             description.get("fingerprint"),
             path / NEIGHBOURS if NEIGHBOURS in files else None,
+            stored(VISION) if config.vision else None,
         )
 
     pixels = parts.pixels or (Path(description["pixels"]) if description.get("pixels") else None)
@@ -278,7 +284,7 @@ def open_published(parts: Parts) -> OpenedModel:
         config=config,
         code_pixels=family.code_pixels,
         sampling=Sampling(**parts.sampling) if parts.sampling else published.sampling,
-        weights=lambda: Weights(target, vq),
+        weights=lambda: Weights(target, vq, vision=published.vision),
         pixels=parts.pixels,
         notes=notes,
     )
@@ -289,6 +295,21 @@ def load_vq(config: VQConfig, stored: Stored, device: torch.device | None) -> tu
     with shapes_only():
         vq: Tokenizer = TOKENIZERS[config.kind](config)
     return vq, stored.fill(vq, torch.float32, device)
+
+
+def make_reader(
+    config: ModelConfig,
+    vision: Stored | None,
+    vectors: nn.Embedding | None,
+    vq: Tokenizer | None,
+    placement: Placement,
+) -> Reader | None:
+    """What makes codes of sources; None without the weights for it."""
+    up = placement.to_device
+    if config.vision is not None and vision is not None and vectors is not None:
+        fill = partial(vision.fill, dtype=placement.dtype, device=placement.device)
+        return GlmImageReader(config.vision, fill, vectors.weight, up)
+    return LuminaReader(vq, config.target, up) if isinstance(vq, VQModel) else None
 
 
 def check_neighbours(model: ImageModel) -> None:

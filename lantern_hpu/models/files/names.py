@@ -18,6 +18,7 @@ BUILTIN = ASSETS / "builtin"
 # A folder of our own; see `write.py`
 CONFIG = "model.json"
 TARGET, DRAFTER_WEIGHTS, VQ = "target.safetensors", "drafter.safetensors", "vq.safetensors"
+VISION = "vision.safetensors"
 DRAFTER = "drafter.json"  # next to the weights of a drafter in a folder of its own
 NEIGHBOURS = "neighbours.npy"
 TOKENIZER = "tokenizer.json"

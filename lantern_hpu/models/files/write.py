@@ -4,6 +4,7 @@ model.json          sizes, kind of condition, default sampling, fastest methods,
 target.safetensors  target.*, and what turns a prompt into its prefix: words.*, condition.*, classes.*
 drafter.safetensors if there is one
 vq.safetensors
+vision.safetensors  what makes codes of pictures to draw from, where that is no tokenizer
 neighbours.npy      if a published table was converted with it
 tokenizer.json      if prompts are read as tokens; tokenizer_config.json where the frame depends on it
 """
@@ -35,9 +36,11 @@ from lantern_hpu.models.files.names import (
     QUANTIZED_AS,
     TARGET,
     TOKENIZER,
+    VISION,
     VQ,
 )
 from lantern_hpu.models.model import CACHED_NEIGHBOURS, ImageModel, read_table
+from lantern_hpu.models.reading import GlmImageReader
 from lantern_hpu.models.text.tokens import TokenConditioner
 
 UNFINISHED = ".converting"  # ends the name of a folder that is being written
@@ -95,7 +98,10 @@ def write_model(model: ImageModel, folder: Path, progress: Any) -> None:
     main = nn.ModuleDict({**model.condition.parts(), "target": model.target})
     if model.code_vectors_alone is not None:
         main["codebook"] = nn.Embedding.from_pretrained(model.code_vectors_alone)
+    parts: dict[str, nn.Module | None]
     parts = {TARGET: main, VQ: model.vq, DRAFTER_WEIGHTS: model.drafter}
+    if isinstance(model.condition.reader, GlmImageReader):
+        parts[VISION] = model.condition.reader.loaded()
     for name, module in parts.items():
         if module is None:
             continue
@@ -128,6 +134,7 @@ def model_json(model: ImageModel, files: dict[str, str]) -> dict[str, Any]:
         "vq": asdict(config.vq) if config.vq else None,
         **({"codebook": config.codebook} if config.codebook else {}),
         **({"pixels": str(model.pixels_by.resolve())} if model.pixels_by else {}),
+        **({"vision": asdict(config.vision)} if config.vision else {}),
         **({"notes": model.notes} if model.notes else {}),
         **({"quantized": QUANTIZED_AS} if model.quantize else {}),
         "sampling": asdict(model.sampling),

@@ -7,8 +7,9 @@ picture. The row without a prompt is what guidance subtracts, and differs most b
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, product
 from pathlib import Path
 
 from lantern_hpu.errors import Arg, OptionError, WeightsError, words
@@ -16,6 +17,7 @@ from lantern_hpu.files import reading
 from lantern_hpu.models.config import ConditionConfig, ModelConfig, TransformerConfig
 
 Words = Callable[[str], list[int]]
+Codes = Sequence[Sequence[int]]  # of a picture, row by row
 FIRST_IMAGE_TOKEN = 4  # of Chameleon's vocabulary
 
 
@@ -125,8 +127,8 @@ class Frame:
     def room(self) -> int:
         return self.config.prefix - len(self.before) - len(self.after)
 
-    def ids(self, prompt: str) -> list[int]:
-        """Tokens of a framed prompt, at most as many as there are positions."""
+    def ids(self, prompt: str, sources: Sequence[Codes] = ()) -> list[int]:
+        """Tokens of a framed prompt, at most as many as there are positions; of its sources, where some are read."""
         words = self.words(self.text(prompt))
         if len(words) > self.room:
             words = words[: self.room - len(self.closing)] + self.closing
@@ -146,6 +148,22 @@ class Frame:
             return []
         count, kind = len(self.words(prompt)), "negative prompt" if negative else "prompt"
         return [f"the {kind} has {count} tokens; those past {count - more} are left out"]
+
+    def axes(self, tokens: int, grids: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
+        """Places of a prompt's tokens on the axes of "mrope" [3][T], where it begins with sources of these grids.
+
+        A word's is the same on all three; a code's are the start of its picture, its row and its column.
+        """
+        at, places = 0, list[tuple[int, int, int]]()
+        for rows, columns in grids:
+            places.append((at, at, at))
+            first, cells = at + 1, product(range(rows), range(columns))
+            places += [(first, first + row, first + column) for row, column in cells]
+            at = first + max(rows, columns)
+            places.append((at, at, at))
+            at += 1
+        places += [(p, p, p) for p in range(at, at + tokens - len(places))]
+        return list(zip(*places, strict=True))
 
     def scale_notes(self, scale: float) -> list[str]:
         """How the authors guide with this scale, where that is not the same at every token."""
@@ -183,8 +201,12 @@ class LuminaFrame(AnoleFrame):
 
     def tokens_after(self) -> list[int]:
         """What begins the picture, then the tokens of height and width, which go by their names."""
-        found = super().tokens_after()
-        for pixels in self.size:
+        return [*super().tokens_after(), *self.size_tokens(*self.size)]
+
+    def size_tokens(self, height: int, width: int) -> list[int]:
+        """Those of a picture's height and width in pixels."""
+        found = []
+        for pixels in (height, width):
             token = self.vocabulary.get(f"<reserved{8800 + pixels // self.PATCH:05d}>")
             if token is None:
                 raise OptionError(f"no {self.family} draws {pixels} pixels", "no token says them")
@@ -204,6 +226,27 @@ class LuminaFrame(AnoleFrame):
 
     def without(self, ids: list[int], negative: str | None = None) -> list[int]:
         return self.after[1:]
+
+
+class LuminaOmniFrame(LuminaFrame):
+    """With a source the prompt, a space, the picture as it is drawn, with rows closed by a token, and its end.
+
+    An instruction has no sentence about the size; guidance subtracts the same as without a source.
+    """
+
+    family = "Lumina-mGPT Omni"
+    reads_pictures = 1
+    BEGIN, ROW_END, END = 8197, 8803, 8196  # of a picture, and of each of its rows
+
+    def ids(self, prompt: str, sources: Sequence[Codes] = ()) -> list[int]:
+        if not sources:
+            return super().ids(prompt)
+        (codes,) = sources
+        rows = [[*(FIRST_IMAGE_TOKEN + code for code in row), self.ROW_END] for row in codes]
+        size = self.size_tokens(self.PIXELS * len(codes), self.PIXELS * len(codes[0]))
+        picture = [self.BEGIN, *size, *chain.from_iterable(rows), self.END]
+        words = self.words(f"{prompt} ")[: self.room - len(picture)]
+        return [*self.before, *words, *picture, *self.after]
 
 
 class Lumina2Frame(LuminaFrame):
@@ -231,6 +274,22 @@ class Lumina2Frame(LuminaFrame):
         with reading(file) as settings:
             named = settings.get("bos_token") or settings.get("eos_token") or self.END
             return [self.vocabulary[named["content"] if isinstance(named, dict) else named]]
+
+    def axes(self, tokens: int, grids: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
+        """Places of a prompt's tokens on the axes of "mrope" [3][T], where it begins with sources of these grids.
+
+        A word's is the same on all three; a code's are the start of its picture, its row and its column.
+        """
+        at, places = 0, list[tuple[int, int, int]]()
+        for rows, columns in grids:
+            places.append((at, at, at))
+            first, cells = at + 1, product(range(rows), range(columns))
+            places += [(first, first + row, first + column) for row, column in cells]
+            at = first + max(rows, columns)
+            places.append((at, at, at))
+            at += 1
+        places += [(p, p, p) for p in range(at, at + tokens - len(places))]
+        return list(zip(*places, strict=True))
 
     def scale_notes(self, scale: float) -> list[str]:
         if scale in (1.0, self.LEAST_SCALE):
@@ -369,10 +428,12 @@ class MammothModa2Frame(Frame):
 class GlmImageFrame(Frame):
     """The prompt, then the grids of picture and preview as numbers, and what begins a picture.
 
-    A prompt is never cut: what it says of the picture may stand at its end.
+    Sources come first, each between what begins and ends a picture; no preview is drawn then. A prompt is never cut:
+    what it says of the picture may stand at its end.
     """
 
     family = "GLM-Image"
+    reads_pictures = 4
     BEGIN, END = "<sop>", "<eop>"
     special = dict.fromkeys((BEGIN, END))
 
@@ -384,16 +445,20 @@ class GlmImageFrame(Frame):
     def tokens_after(self) -> list[int]:
         """Those of picture and preview as numbers, and what begins a picture."""
         found = []
-        for rows, columns in (self.config.grid, self.config.preview_grid):
+        for rows, columns in filter(all, (self.config.grid, self.config.preview_grid)):
             size = self.words(f"{rows} {columns}")
             found += [self.id[self.BEGIN], *size, self.id[self.END]]
         return [*found, self.config.codes]
 
-    def ids(self, prompt: str) -> list[int]:
-        words = self.words(prompt)
+    def ids(self, prompt: str, sources: Sequence[Codes] = ()) -> list[int]:
+        begin = self.config.codes
+        pictures = [[begin, *chain.from_iterable(codes), begin + 1] for codes in sources]
+        words = [*chain.from_iterable(pictures), *self.words(prompt)]
         if len(words) > self.room:
-            why = f"{self.family} reads prompts of up to {self.room}"
-            raise OptionError(f"the prompt has {len(words)} tokens", why, "a shorter prompt")
+            why, hint = f"{self.family} reads prompts of up to {self.room}", "a shorter prompt"
+            if sources:
+                why, hint = f"{why}, pictures included", "fewer pictures, or smaller ones"
+            raise OptionError(f"the prompt has {len(words)} tokens", why, hint)
         return [*words, *self.after]
 
     def without(self, ids: list[int], negative: str | None = None) -> list[int]:
@@ -407,6 +472,7 @@ class GlmImageFrame(Frame):
 FRAMES: dict[str, type[Frame]] = {
     "anole": AnoleFrame,
     "lumina": LuminaFrame,
+    "lumina-omni": LuminaOmniFrame,
     "lumina2": Lumina2Frame,
     "janus": JanusFrame,
     "emu3": Emu3Frame,
@@ -444,6 +510,8 @@ def check_sources(config: ModelConfig, name: str, count: int) -> None:
     if most:
         why = f"{name} reads at most {most}"
         raise OptionError(words(Arg("image"), f"has {count} pictures"), why, "fewer pictures")
+    if config.vision is not None and config.vision.problem:
+        raise OptionError(words(Arg("image"), "cannot be used"), config.vision.problem)
     known = [frame.family for frame in FRAMES.values() if frame.reads_pictures]
     why = f"{name} reads no pictures" + (f"; {' and '.join(known)} do" if known else "")
     raise OptionError(words(Arg("image"), "cannot be used"), why, "leave it out")

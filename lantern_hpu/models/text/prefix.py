@@ -17,6 +17,7 @@ from lantern_hpu.core import Request
 from lantern_hpu.errors import OptionError
 from lantern_hpu.files import ASSETS, some_names
 from lantern_hpu.models.config import ConditionConfig, TransformerConfig
+from lantern_hpu.models.reading import Reader
 from lantern_hpu.ops.buffers import ToDevice, to_device
 
 ARTICLES = frozenset({"a", "an", "the"})
@@ -177,6 +178,7 @@ class Conditioner(ABC):
 
     takes_classes = False  # whether prompts are class labels
     takes_negative = False  # whether guidance subtracts words that a user may choose
+    reader: Reader | None = None  # of pictures to draw from, where the model reads some
 
     @abstractmethod
     def prepare(self, requests: Sequence[Request]) -> None:

@@ -14,7 +14,7 @@ from lantern_hpu.core import Request
 from lantern_hpu.errors import Arg, WeightsError, needing, words
 from lantern_hpu.files import check_content
 from lantern_hpu.models.config import TransformerConfig
-from lantern_hpu.models.text.frames import Frame, Words
+from lantern_hpu.models.text.frames import Codes, Frame, Words
 from lantern_hpu.models.text.prefix import Conditioner, Prefix
 from lantern_hpu.ops.buffers import ToDevice, to_device
 
@@ -92,24 +92,42 @@ class TokenConditioner(Conditioner):
             return self
         if config not in self.others:
             frame = self.frame.sized(config)
-            self.others[config] = TokenConditioner(
+            other = TokenConditioner(
                 self.tokenizer, frame, self.embed, self.word_table, self.to_device
             )
+            other.reader = self.reader
+            self.others[config] = other
         return self.others[config]
 
     def length(self, request: Request) -> int:
-        return len(self.ids(request.prompt))
+        config = self.frame.config
+        if request.sources and not config.sourced:
+            return self.sized(config.of_grid(None, sourced=True)).length(request)
+        blank = [[[0] * columns] * rows for rows, columns in self.grids(request)]
+        return len(self.ids(request.prompt, blank))
 
-    def ids(self, prompt: str) -> list[int]:
-        """Tokens of a framed prompt."""
+    def ids(self, prompt: str, sources: Sequence[Codes] = ()) -> list[int]:
+        """Tokens of a framed prompt and of its sources."""
         if isinstance(prompt, FramedPrompt):
             return list(prompt.ids)
-        return self.frame.ids(self.plain(prompt))
+        return self.frame.ids(self.plain(prompt), sources)
+
+    def grids(self, request: Request) -> list[tuple[int, int]]:
+        """Rows and columns of the codes of a request's sources."""
+        reader = self.reader
+        assert reader is not None or not request.sources, "a request's sources are checked before"
+        return [reader.grid(source) for source in request.sources] if reader else []
+
+    def codes(self, request: Request) -> list[list[list[int]]]:
+        """Codes of a request's sources, of each row by row."""
+        reader = self.reader
+        return [reader.codes(source).tolist() for source in request.sources] if reader else []
 
     def prepare(self, requests: Sequence[Request]) -> None:
-        """Split prompts: what is split is kept for a while."""
+        """Split prompts and read sources: what comes of it is kept for a while."""
         for request in requests:
             self.length(request)
+            self.codes(request)
 
     def words(self, prompt: str) -> list[int]:
         return self.frame.words(self.plain(prompt))
@@ -127,7 +145,7 @@ class TokenConditioner(Conditioner):
         return prompt
 
     def rows(self, requests: Sequence[Request], guidance: bool) -> Prefix:
-        rows = [self.ids(request.prompt) for request in requests]
+        rows = [self.ids(one.prompt, self.codes(one)) for one in requests]
         if guidance:
             given = [request.negative for request in requests]
             words = [n if n is None else self.plain(n) for n in given]
@@ -141,9 +159,19 @@ class TokenConditioner(Conditioner):
         table = self.word_table or self.embed
         embeddings: Tensor = table(ids)  # [R, P, H]
         # A drafter has a table like the target's; words that it does not hold are token 0 to it.
-        return Prefix(
-            embeddings, valid, ids.int() if self.word_table is None else torch.zeros_like(ids)
-        )
+        tokens = ids.int() if self.word_table is None else torch.zeros_like(ids)
+        axes = self.axes(rows, requests) if self.frame.config.has_axes else None
+        return Prefix(embeddings, valid, tokens, axes)
+
+    def axes(self, rows: Sequence[Sequence[int]], requests: Sequence[Request]) -> Tensor:
+        """Places of framed prompts, and of rows without them, on the axes of "mrope": [R, 3, P] int32."""
+        grids = [*map(self.grids, requests), *[[]] * (len(rows) - len(requests))]
+        places = torch.zeros(len(rows), 3, self.width, dtype=torch.int32)
+        for number, (row, own) in enumerate(zip(rows, grids, strict=True)):
+            places[number, :, self.width - len(row) :] = torch.tensor(
+                self.frame.axes(len(row), own)
+            )
+        return self.to_device(places, next(self.embed.parameters()).device)
 
     def place(self, token: int) -> int:
         """The row of the table that holds a token."""
