@@ -10,13 +10,14 @@ from lantern_hpu.models.families.chameleon import CHAMELEON
 from lantern_hpu.models.families.emu3 import EMU3, EMU35, U0
 from lantern_hpu.models.families.glm_image import GLM_IMAGE
 from lantern_hpu.models.families.janus import JANUS
-from lantern_hpu.models.families.lumina import LUMINA, LUMINA2
+from lantern_hpu.models.families.lumina import LUMINA, LUMINA2, LUMINA_OMNI
 from lantern_hpu.models.families.mammothmoda2 import MAMMOTHMODA2
 from lantern_hpu.models.families.simplear import SIMPLEAR
 
-# In this order: Lumina-mGPT has Chameleon's tensors
+# In this order: Lumina-mGPT has Chameleon's tensors, and one of its models is known by name alone
 FAMILIES: tuple[Family, ...] = (
-    *(LUMINA, LUMINA2, CHAMELEON, EMU3, EMU35, U0, GLM_IMAGE, JANUS, SIMPLEAR, MAMMOTHMODA2),
+    *(LUMINA_OMNI, LUMINA, LUMINA2, CHAMELEON, EMU3, EMU35, U0, GLM_IMAGE),
+    *(JANUS, SIMPLEAR, MAMMOTHMODA2),
     *(llamagen.CLASS, llamagen.TEXT),
 )
 # Models that do not load, by the rows of their tables

@@ -26,9 +26,10 @@ from lantern_hpu.models.families.chameleon import (
     norm_shape,
 )
 from lantern_hpu.models.files.names import CODE_PIXELS
-from lantern_hpu.models.text.frames import Lumina2Frame, LuminaFrame
+from lantern_hpu.models.text.frames import FRAMES, Lumina2Frame, LuminaFrame
 
 SIZES = (512, 768, 1024)  # the published models; one draws its own
+SOURCE_TOKENS = 4  # of a source besides its rows: what begins and ends it, and its size
 
 
 def is_lumina(files: Files) -> bool:
@@ -45,7 +46,18 @@ def lumina_config(family: Family, files: Files) -> TransformerConfig:
         known["what was asked for or is known of it"] = files.parts.image_size
     size = agreed_size(files, known, SIZES)
     check_trained(size, "Lumina-mGPT", SIZES)
-    return chameleon_config(family, files, grid=square(size))
+    config = chameleon_config(family, files, grid=square(size))
+    if not FRAMES[family.frame].reads_pictures:
+        return config
+    # A source of as many codes in up to twice as many rows, which have ends, and the prompt
+    codes, sides = config.grid[0] * config.grid[1], 2 * config.grid[0]
+    longest = -(-(config.prefix + codes + sides + SOURCE_TOKENS) // 64) * 64
+    return replace(config, source_prefixes=(longest,))
+
+
+def is_omni(files: Files) -> bool:
+    """Whether it was taught to draw from pictures, which its tensors do not tell."""
+    return is_lumina(files) and "omni" in files.known_as
 
 
 def lumina2_config(family: Family, files: Files) -> TransformerConfig:
@@ -63,6 +75,7 @@ LUMINA = replace(
     sizes={"code_pixels": CODE_PIXELS, "grid_step": LuminaFrame.PATCH // CODE_PIXELS},
     config=lumina_config,
 )
+LUMINA_OMNI = replace(LUMINA, name="lumina-omni", also=is_omni, frame="lumina-omni")
 LUMINA2 = replace(
     CHAMELEON,
     name="lumina2",
