@@ -302,7 +302,10 @@ class ImageGenerator:
         """
         stats = stats or RunStats()
         waiting, numbers = deque(enumerate(requests)), dict[int, int]()  # image of a slot
-        done, show = list[ImageRecord](), partial(preview, self.model, self.backend)
+        done, show = (
+            list[ImageRecord](),
+            partial(preview, self.model, engine.target.config, self.backend),
+        )
         with engine.pinned():
             batch = self.batch(engine, stats)
             while (waiting or batch.running) and (most is None or batch.steps < most):

@@ -16,6 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from lantern_hpu.core import Request, Sampling, SourcePicture
+from lantern_hpu.decode.memory import Setup, weights
 from lantern_hpu.errors import OptionError
 from lantern_hpu.models.files.load import open_model
 from lantern_hpu.models.model import ImageModel, Placement
@@ -450,3 +451,16 @@ def test_a_converted_folder_reads_pictures_too(folder: Path, tmp_path: Path) -> 
     )
     own = [SOURCES[2]]
     assert (drawn(again, own).tokens == drawn(pipeline, own).tokens).all()
+
+
+def test_memory_counts_the_tower_where_pictures_are_read(folder: Path) -> None:
+    """And prompts of the length that they need."""
+    pipeline = pipeline_of(folder)
+    model, setting = pipeline.model, pipeline.resolve("ar")
+    numbers = sum(p.numel() for p in reader_of(model).loaded().parameters())
+    sizes = {}
+    for sources in ((), SOURCES[1]):
+        spec = pipeline.spec([Request("dog", sources=sources)], setting.tree, 1)
+        sizes[bool(sources)] = dict(weights(model.config, Setup(spec, "bfloat16")))
+    assert sizes[True]["vision tower weights"] == 2 * numbers
+    assert sizes[False]["vision tower weights"] == 0

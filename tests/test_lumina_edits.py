@@ -184,3 +184,14 @@ def test_the_same_is_drawn_on_every_device(
             assert card.counts.fallbacks.total() == 0 and not rules(card, "error", "warn")
     assert got.graph["recompiles_after_warmup"] == 0
     assert (got.tokens == want).all()
+
+
+def test_previews_are_of_the_size_that_is_drawn(pipeline: LanternPipeline) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def look(_: Any, step: int, tokens: int, about: dict[str, Any]) -> None:
+        seen.extend(picture.size for picture in about["event"].preview())
+
+    own = painted(200, 300).picture
+    pipeline("dog", image=own, height=64, width=96, method="ar", callback_on_step_end=look)
+    assert set(seen) == {(96, 64)}

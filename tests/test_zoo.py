@@ -48,6 +48,7 @@ def test_the_known_models_are_all_there() -> None:
         *("llamagen-c2i-xl-384", "llamagen-c2i-xxl-384", "llamagen-c2i-3b-384", "anole-7b"),
         *("janus-pro-1b", "janus-pro-7b", "janus-4o-7b"),
         *("lumina-mgpt-7b-512", "lumina-mgpt-7b-768", "lumina-mgpt-7b-1024"),
+        "lumina-mgpt-7b-768-omni",
         *("lumina-mgpt-2.0", "emu3-gen", "emu3.5-image", "u0-4b"),
         *("simplear-0.5b-512", "simplear-0.5b-1024", "simplear-1.5b-512", "simplear-1.5b-1024"),
         "mammothmoda2-preview",
@@ -75,7 +76,7 @@ def test_every_part_is_complete(entry: KnownModel, part: Part) -> None:
 @pytest.mark.parametrize("entry", entries().values(), ids=lambda e: e.name)
 def test_every_model_is_complete(entry: KnownModel) -> None:
     assert entry.title and entry.licence
-    (usual,) = [family.sampling for family in FAMILIES if family.name == entry.family]
+    (usual,) = {family.sampling for family in FAMILIES if family.name == entry.family}
     if entry.family in ("glm-image", "mammothmoda2"):  # their pictures are a diffusion model's
         beside = "pixels" if entry.family == "glm-image" else "text"
         assert set(entry.parts) == {"target", beside} and entry.config.vq is None

@@ -23,7 +23,7 @@ from lantern_hpu.decode.state import DecodeState, PrefillInput, walk_tensors
 from lantern_hpu.errors import Arg, DeviceError, OptionError, Words, words
 from lantern_hpu.files import amount
 from lantern_hpu.models.config import ModelConfig, TransformerConfig
-from lantern_hpu.models.model import EmptyModel
+from lantern_hpu.models.model import EmptyModel, count_vision
 from lantern_hpu.tree import DraftTree
 
 META = torch.device("meta")
@@ -117,10 +117,12 @@ def weights(model: ModelConfig, setup: Setup) -> Rows:
         target -= saved_bytes(in_target, setup)
         drafter -= saved_bytes(in_drafter, setup)
     drafts = setup.spec.tree.needs_drafter or setup.loads_drafter
+    reads = setup.spec.sizes(model.target).sourced
     return [
         ("target weights", target),
         ("drafter weights", drafter if drafts else 0),
         ("VQ weights (float32)", held["vq"] * 4),
+        ("vision tower weights", count_vision(model.vision) * setup.bytes if reads else 0),
         ("diffusion model weights", model.diffusion * setup.bytes),
     ]
 

@@ -101,16 +101,23 @@ def hidden_states(
 
 
 def preview(
-    model: ImageModel, backend: Backend, tokens: NDArray[np.int64], known: Sequence[int]
+    model: ImageModel,
+    config: TransformerConfig,
+    backend: Backend,
+    tokens: NDArray[np.int64],
+    known: Sequence[int],
 ) -> list[Image.Image]:
-    """Images of tokens [b, N], of which `known` [b] mean something: the whole rows of those, and grey."""
-    rows, columns = model.target.config.grid
-    full = [model.target.config.rows_known(k) for k in known]
-    held = codes_of(model.target.config, tokens)
+    """Images of tokens [b, N], of which `known` [b] mean something: the whole rows of those, and grey.
+
+    `config` is the target's for their size.
+    """
+    rows, columns = config.grid
+    full = [config.rows_known(k) for k in known]
+    held = codes_of(config, tokens)
     for image, count in enumerate(full):
         # What comes after is not decided: repeat the last known token so that the seam stays clean.
         held[image, count * columns :] = held[image, max(count * columns - 1, 0)]
-    images = decode_codes(model.vq, model.target.config, backend, held)
+    images = decode_codes(model.vq, config, backend, held)
     for picture, count in zip(images, full, strict=True):
         edge = picture.height * count // rows
         picture.paste(UNKNOWN, (0, edge, picture.width, picture.height))

@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from lantern_hpu.core import Request, Sampling, SourcePicture
 from lantern_hpu.errors import Arg, OptionError, OutputError, WeightsError, words
 from lantern_hpu.files import check_content, check_regular, own_cache, write_file
-from lantern_hpu.models.config import ModelConfig, TransformerConfig, VQConfig
+from lantern_hpu.models.config import ModelConfig, TransformerConfig, VisionConfig, VQConfig
 from lantern_hpu.models.cosmos_vq import CosmosVQ
 from lantern_hpu.models.emu3_vq import Emu3VQ, MoVQ, count_decoder
 from lantern_hpu.models.files.checkpoint import shapes_only
+from lantern_hpu.models.reading import VisionTower
 from lantern_hpu.models.text.frames import check_sources
 from lantern_hpu.models.text.prefix import Conditioner, condition_modules
 from lantern_hpu.models.transformer import Drafter, Target
@@ -71,6 +72,15 @@ def count_tokenizer(config: VQConfig | None) -> int:
     kind = TOKENIZERS[config.kind]
     with shapes_only():
         return count_decoder(config) if issubclass(kind, Emu3VQ) else count_numbers(kind(config))
+
+
+@lru_cache(64)
+def count_vision(config: VisionConfig | None) -> int:
+    """Numbers of what makes codes of pictures where no tokenizer does; it is read when a first picture comes."""
+    if config is None:
+        return 0
+    with shapes_only():
+        return count_numbers(VisionTower(config))
 
 
 @dataclass(frozen=True)

@@ -181,6 +181,7 @@ class ImageTasks:
             return
         model = self.pipeline.model
         with self.answering(job, "preview"):
-            (picture,) = preview(model, self.pipeline.backend, tokens, [known])
-            rows = known // model.target.config.columns
+            config = model.sizes([job.request])
+            (picture,) = preview(model, config, self.pipeline.backend, tokens, [known])
+            rows = known // config.columns
             job.send(Partial(picture, rows, known, steps))

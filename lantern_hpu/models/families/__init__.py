@@ -37,6 +37,6 @@ def family_of(files: Files) -> Family:
     like = [RELATIVES[shape[0]] for shape in tables if shape[0] in RELATIVES]
     why += f", as {like[0]} does" if like else ""
     why += f"; config.json says {kind}" if (kind := files.hf_config.get("model_type")) else ""
-    why += f"; known are {', '.join(family.name for family in FAMILIES)}"
+    why += f"; known are {', '.join(dict.fromkeys(family.name for family in FAMILIES))}"
     what = f"{files.checkpoint.path} is of an unknown model family"
     raise WeightsError(what, why, shell("models"))

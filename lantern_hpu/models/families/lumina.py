@@ -75,7 +75,7 @@ LUMINA = replace(
     sizes={"code_pixels": CODE_PIXELS, "grid_step": LuminaFrame.PATCH // CODE_PIXELS},
     config=lumina_config,
 )
-LUMINA_OMNI = replace(LUMINA, name="lumina-omni", also=is_omni, frame="lumina-omni")
+LUMINA_OMNI = replace(LUMINA, also=is_omni, frame="lumina-omni")
 LUMINA2 = replace(
     CHAMELEON,
     name="lumina2",
