@@ -181,7 +181,7 @@ def test_the_schema_of_a_request_has_the_ranges() -> None:
 
 
 # Arguments of Python alone, and of functions that no option reaches
-NO_OPTION = {"output_type", "torch_dtype", "emulate", "seeds", "image"}
+NO_OPTION = {"output_type", "torch_dtype", "emulate", "seeds"}
 
 
 def test_every_argument_that_an_error_names_is_an_option() -> None:

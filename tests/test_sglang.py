@@ -263,7 +263,7 @@ def test_it_is_served_to_this_machine_alone_and_without_a_key(
     assert "--sglang cannot serve builtin" in capsys.readouterr().err
     assert serve.main(["--model", str(folder), "--port", "0"]) == 2  # for pictures
     assert "diffusion" in capsys.readouterr().err
-    with pytest.raises(OptionError, match="SGLang sends none"):
+    with pytest.raises(OptionError, match="SGLang sends no key"):
         replace(options(folder), api_key="secret")
 
 

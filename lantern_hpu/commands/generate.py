@@ -22,7 +22,14 @@ from typing import TYPE_CHECKING, Any
 from lantern_hpu import __version__
 from lantern_hpu.backends import LARGE_PARAMETERS, DeviceOptions, is_host, prepare
 from lantern_hpu.commands import options
-from lantern_hpu.core import Request, Sampling, check_prompt, check_text, size_of
+from lantern_hpu.core import (
+    Request,
+    Sampling,
+    SourcePicture,
+    check_prompt,
+    check_text,
+    size_of,
+)
 from lantern_hpu.decode.spec import batch_size_for
 from lantern_hpu.errors import (
     Arg,
@@ -32,15 +39,17 @@ from lantern_hpu.errors import (
     WeightsError,
     exit_code,
     require,
+    words,
 )
 from lantern_hpu.fields import IMAGE_PARAMS, MAX_IMAGES, check_seed, given_params, only
 from lantern_hpu.files import ASSETS, clear_temporary, reading, some_of
 from lantern_hpu.methods.relaxation import EXACT, Relaxation
 from lantern_hpu.methods.setting import WINDOWS, Resolved, Setting, lacks_drafter, setting_of
 from lantern_hpu.models.files.names import PartOverrides
-from lantern_hpu.models.text.frames import no_negative, takes_negative
+from lantern_hpu.models.text.frames import check_sources, no_negative, takes_negative
 from lantern_hpu.results.png import drawn_otherwise, is_cut_off, read_png
 from lantern_hpu.results.prompts import numbered_prompts
+from lantern_hpu.results.sources import read_picture
 
 if TYPE_CHECKING:
     from lantern_hpu.models.files.load import OpenedModel
@@ -82,6 +91,8 @@ def add_what(group: argparse._ArgumentGroup) -> None:
     add("--class-label", action="append", default=[], metavar="LABEL", help=label)
     listed = ".txt (one a line), .tsv, .csv, .json or .jsonl"
     add("--prompts-file", type=path, metavar="FILE", help=listed)
+    edited = "picture to draw from, for models that read some; repeat it for several of each image"
+    add("--image", type=path, action="append", default=[], metavar="FILE", help=edited)
     again = "regenerate the image of a PNG from its metadata"
     add("--from-png", type=path, metavar="FILE", help=again)
 
@@ -118,6 +129,7 @@ class GenerateJob:
     labels: bool = False  # whether some prompts are class labels
     negative: str | None = None
     size: tuple[int, int] | None = None
+    sources: tuple[SourcePicture, ...] = ()
     setting: Setting = field(default_factory=Setting)  # resolved once the model is loaded
     sampling: dict[str, Any] = field(default_factory=dict)  # given in place of the model's own
     png: Path | None = None  # an image to draw again,
@@ -139,7 +151,7 @@ class GenerateJob:
 
     def requests(self, sampling: Sampling, relaxation: Relaxation = EXACT) -> list[Request]:
         """One an image; its number counts from the first seed."""
-        more = sampling, relaxation, self.negative, self.size
+        more = sampling, relaxation, self.negative, self.size, self.sources
         return [Request(text, self.seed + n, *more) for n, text in self.prompts.items()]
 
     def resolve(self, pipeline: LanternPipeline) -> tuple[Resolved, Sampling]:
@@ -157,6 +169,8 @@ class GenerateJob:
             raise OptionError("--class-label cannot be used", why, "--prompt")
         if self.negative is not None and not takes_negative(condition):
             raise no_negative(name)
+        if self.sources:
+            check_sources(opened.config, name, len(self.sources))
         setting = self.setting if self.known is None else Setting(self.known["method"])
         if opened.config.drafter is None and setting.needs_drafter:
             raise lacks_drafter(name, Arg("method", setting.method))
@@ -205,6 +219,7 @@ def new_job(args: argparse.Namespace, asked: Mapping[str, Any]) -> GenerateJob:
         labels=bool(args.class_label),
         negative=asked.get("negative_prompt"),
         size=size_of(args.height, args.width),
+        sources=tuple(map(read_picture, args.image)),
         setting=setting,
         sampling=only(Sampling, asked),
         tokens=args.save_tokens is not None,
@@ -253,10 +268,24 @@ def job_of_png(args: argparse.Namespace) -> GenerateJob:
         batch_size=args.batch_size,
         negative=config.get("negative"),
         size=tuple(size) if (size := config.get("size")) else None,
+        sources=sources_again(args, config),
         png=args.from_png,
         known=config,
         tokens=args.save_tokens is not None,
         states=args.save_states is not None,
+    )
+
+
+def sources_again(args: argparse.Namespace, config: dict[str, Any]) -> tuple[SourcePicture, ...]:
+    """The pictures that an image was drawn from, which are given again, in their order."""
+    sources, stored = tuple(map(read_picture, args.image)), config.get("sources", [])
+    drawn = [one.get("digest") if isinstance(one, dict) else None for one in stored]
+    if drawn == [source.digest for source in sources]:
+        return sources
+    what = f"{args.from_png} was drawn from {len(drawn)} pictures"
+    why = f"{len(sources)} are given" if len(sources) != len(drawn) else "these are others"
+    raise OptionError(
+        words(what, "and", Arg("image"), "has to give them"), why, "the same, in order"
     )
 
 

@@ -44,9 +44,11 @@ def make_parser() -> argparse.ArgumentParser:
     add("--allow", help=f"{extra}; {more}")
     sizes = "pictures that requests may ask for, the first is the default (the model's own)"
     add("--sizes", metavar="WxH,...", help=sizes)
-    add_fields(what, ServeOptions, "sglang", "model_sampling")
+    add_fields(what, ServeOptions, "sources", "sglang", "model_sampling")
     much = parser.add_argument_group("how much")
-    add_fields(much, ServeOptions, "slots", "queue", "timeout", "shutdown")
+    add_fields(
+        much, ServeOptions, "slots", "queue", "timeout", "shutdown", "upload_mib", "upload_timeout"
+    )
     processes = "server processes through Ray, one per card (1: without Ray)"
     much.add_argument("--replicas", type=int, default=1, help=processes)
     how = parser.add_argument_group("how it runs")

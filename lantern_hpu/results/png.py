@@ -26,7 +26,7 @@ CONFIG_KINDS: dict[str, type | UnionType] = {
     **dict.fromkeys(("model", "method", "tree", "dtype", "layout", "kernels", "device"), str),
     **dict.fromkeys(("weights", "parts", "sampling", "relaxation"), dict),
     **dict.fromkeys(("quantize", "negative", "stretch"), str | None),
-    "tree_paths": list,
+    **dict.fromkeys(("tree_paths", "sources"), list),
     "size": list | None,
 }
 
@@ -99,6 +99,6 @@ def drawn_otherwise(
     there: Mapping[str, Any], settings: Mapping[str, Any], request: Request
 ) -> list[str]:
     """In what an image that is there, as `read_png` reads it, is not the one of a request with these settings."""
-    names = (*REPLAYED, "stretch", "negative", "size")
+    names = (*REPLAYED, "stretch", "negative", "size", "sources")
     others = [name for name in names if there["config"].get(name) != settings.get(name)]
     return others + [name for name in ("prompt", "seed") if there[name] != getattr(request, name)]

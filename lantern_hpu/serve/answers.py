@@ -179,6 +179,8 @@ class ImageRequestHandler:
         picture = await asyncio.to_thread(picture_file, event, *self.call.output)
         common = self.payload | {"created_at": self.payload["created"]}
         common["b64_json"] = base64.b64encode(picture).decode()
+        kind = "image_edit" if self.call.requests[0].sources else "image_generation"
+        common["type"] = f"{kind}.{'completed' if isinstance(event, Done) else 'partial_image'}"
         if isinstance(event, Done):
             metrics = self.metrics(event)
             return protocol.CompletedImage(**common, **self.used(), metrics=metrics)
@@ -196,9 +198,11 @@ class ImageRequestHandler:
             self.record.about["warnings"] = len(warnings)
         config = self.call.need.sizes(pipeline.model.target.config)
         read, drawn = config.prefix * count, config.tokens * count
+        seen = 0
+        parts = protocol.InputTokensDetails(text_tokens=read - seen, image_tokens=seen)
         usage = protocol.Usage(
             input_tokens=read,
-            input_tokens_details=protocol.InputTokensDetails(text_tokens=read, image_tokens=0),
+            input_tokens_details=parts,
             output_tokens=drawn,
             total_tokens=read + drawn,
         )

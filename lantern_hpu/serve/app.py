@@ -9,17 +9,18 @@ import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
+from urllib.parse import urlsplit
 
 from lantern_hpu import __version__
 from lantern_hpu.errors import Arg, as_option, needing
-from lantern_hpu.serve import protocol, sglang
+from lantern_hpu.serve import edits, protocol, sglang
 from lantern_hpu.serve.answers import CLOSED, ImageRequestHandler, Record, kept_file
 from lantern_hpu.serve.api_page import api_page
-from lantern_hpu.serve.calls import check_name, read_call
+from lantern_hpu.serve.calls import ParsedRequest, check_name, read_call
 from lantern_hpu.serve.decoder import DecodeThread
 from lantern_hpu.serve.options import MAX_BODY, PREFIX, ServeOptions
 from lantern_hpu.serve.protocol import ApiError
@@ -37,8 +38,10 @@ with needing("fastapi", "the server is built on it", "serve"):
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 HERE = Path(__file__).parent
-IMAGES = "/v1/images/generations"
-JSON = "application/json"
+IMAGES, EDITS = "/v1/images/generations", "/v1/images/edits"
+JSON, FORM = "application/json", "multipart/form-data"
+SCHEMAS = "#/components/schemas/{model}"
+EDITS_SCHEMA = SCHEMAS.format(model="EditsRequest")
 PROBES = ("/livez", "/readyz", "/health")
 FORWARDED = {"proto": "https?", "host": r"[\w.:\[\]-]+", "prefix": PREFIX}  # X-Forwarded-*
 NO_KEY = "wrong or missing API key"
@@ -130,7 +133,8 @@ class Guard:
         """Raise an ApiError where a request may hide another, or a foreign web page may have sent it through a browser.
 
         Where two headers say how long a body is, a proxy may go by the other one. A name that is not ours may have been
-        pointed here (DNS rebinding), and what is not JSON a browser sends to any host without asking it first.
+        pointed here (DNS rebinding), and what is not JSON a browser sends to any host without asking it first: a form
+        has to come from our own page, or from no page.
         """
         if "content-length" in headers and "transfer-encoding" in headers:
             what = "Content-Length and Transfer-Encoding exclude each other; send one of them"
@@ -151,6 +155,10 @@ class Guard:
             if coding != "identity":
                 what = f"Content-Encoding is {coding[:60]!r}; send the body as it is"
             raise ApiError(415, what, None, "unsupported_media_type")
+        origin, site = headers.get("origin"), headers.get("sec-fetch-site", "none")
+        foreign = origin is not None and urlsplit(origin).netloc.lower() != host.lower()
+        if allowed.kind == FORM and (foreign or site not in ("same-origin", "none")):
+            raise ApiError(403, "a web page of another origin sent this", None, "cross_origin")
 
 
 class AllowedBody(NamedTuple):
@@ -168,6 +176,8 @@ def allowed_body(scope: Scope) -> AllowedBody | None:
         return None
     if path == IMAGES:
         return AllowedBody(JSON, MAX_BODY, BODY_SECONDS)
+    if options.sources and path == EDITS:
+        return AllowedBody(FORM, options.upload_mib << 20, options.upload_timeout)
     if options.sglang and path in sglang.PLACES:
         return AllowedBody(JSON, sglang.MAX_BODY, BODY_SECONDS)
     return None
@@ -281,6 +291,7 @@ def make_app(options: ServeOptions, load: Callable[[], DecodeThread]) -> FastAPI
     pages = dict[str, Any](docs_url=None, redoc_url=None)  # they load scripts from elsewhere
     app = FastAPI(title="lantern_hpu", version=__version__, lifespan=lifespan, **pages)
     app.state.options, app.state.files = options, dict[str, tuple[float, bytes]]()
+    app.state.reading = asyncio.Lock()
     for each in (router, keyed):
         app.include_router(each)
     for place in sglang.PLACES if options.sglang else ():
@@ -303,8 +314,8 @@ def openapi(app: FastAPI) -> dict[str, Any]:
     schemas.pop("HTTPValidationError", None)
     schemas.pop("ValidationError", None)
     events = [(protocol.PartialImage, "serialization"), (protocol.CompletedImage, "serialization")]
-    place = "#/components/schemas/{model}"
-    schemas |= models_json_schema(events, ref_template=place)[1]["$defs"]  # type: ignore[arg-type]
+    events.append((protocol.EditsRequest, "validation"))
+    schemas |= models_json_schema(events, ref_template=SCHEMAS)[1]["$defs"]  # type: ignore[arg-type]
     return made
 
 
@@ -387,7 +398,8 @@ async def models(decoder: TheDecoder) -> protocol.ModelList:
     }
     sizes = [f"{width}x{height}" for height, width in model.sizes]
     about: dict[str, Any] = {"methods": methods, "size": sizes[0], "sizes": sizes}
-    cards = [protocol.ModelCard(id=name, rows=model.rows, **about) for name in model.names]
+    about |= {"rows": model.rows, "edits": model.sources}
+    cards = [protocol.ModelCard(id=name, **about) for name in model.names]
     return protocol.ModelList(data=cards)
 
 
@@ -429,11 +441,11 @@ FAILURES = errors(
     {
         400: "a field that cannot be honoured",
         401: NO_KEY,
-        403: "an unknown host",
+        403: "an unknown host, or a web page of another origin",
         404: "another model",
         408: "the body did not arrive in time",
         413: "the body is too large",
-        415: "not JSON",
+        415: "not JSON, or of an edit no form",
         429: "the queue is full: see Retry-After",
         500: "the image failed: the server's log says why, under the id in the message",
         503: "not ready, or about to stop",
@@ -450,8 +462,15 @@ async def generate_images(
     if decoder.options.sglang:
         what = "this server draws no pictures, but tokens for SGLang: POST /generate"
         raise ApiError(404, what, None, "not_found")
-    call = read_call(asked, decoder.served)
-    await asyncio.to_thread(decoder.pipeline.model.condition.clean, asked.prompt)
+    return await answer_call(read_call(asked, decoder.served), request, decoder)
+
+
+async def answer_call(
+    call: ParsedRequest, request: Request, decoder: DecodeThread
+) -> protocol.ImagesResponse | Response:
+    """The images of a request, as it wants them."""
+    prompt = call.requests[0].prompt
+    await asyncio.to_thread(decoder.pipeline.model.condition.clean, prompt)
     request.state.record.asked(call)
     if call.kinds == ("url",) and request.app.state.files is None:
         allowed = f"b64_json with {as_option(Arg('replicas'))}"
@@ -463,13 +482,22 @@ async def generate_images(
     return StreamingResponse(handler.stream(), media_type="text/event-stream", headers=headers)
 
 
-@keyed.post("/v1/images/edits", include_in_schema=False)
+@keyed.post(
+    EDITS,
+    response_model=protocol.ImagesResponse,
+    responses=STREAMED | FAILURES,
+    openapi_extra={"requestBody": {"content": {FORM: {"schema": {"$ref": EDITS_SCHEMA}}}}},
+)
+async def edit_images(request: Request, decoder: TheDecoder) -> protocol.ImagesResponse | Response:
+    """Draw images for a prompt and one or several pictures: a form with files `image`, or `image[]`."""
+    if not decoder.served.sources:
+        return await vary_images(request)
+    return await answer_call(await edits.read_edit(request, decoder), request, decoder)
+
+
 @keyed.post("/v1/images/variations", include_in_schema=False)
-async def edit_images(request: Request) -> Response:
-    """An error for what clients of OpenAI's API may ask for. The picture that they send is read and forgotten first, as
-    in `Body`."""
-    with suppress(ApiError):
-        async for _ in request.stream():
-            pass
+async def vary_images(request: Request) -> Response:
+    """An error for what clients of OpenAI's API may ask for."""
+    await edits.read_rest(request)
     what = f"this server does not edit images, it draws prompts: POST {IMAGES}"
     raise ApiError(400, what, None, "unsupported_operation")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lantern_hpu.core import Request, Sampling
+from lantern_hpu.core import Request, Sampling, SourcePicture
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.errors import Arg, LanternError, as_option
 from lantern_hpu.fields import MAX_SEED, RANDOM, given_params, only
@@ -15,7 +16,7 @@ from lantern_hpu.methods import relaxation as relaxations
 from lantern_hpu.methods.request import in_turn
 from lantern_hpu.methods.setting import Resolved, verified
 from lantern_hpu.models.text.frames import no_negative
-from lantern_hpu.serve.protocol import ApiError, ImagesRequest, refuse
+from lantern_hpu.serve.protocol import ApiError, EditsRequest, ImagesRequest, refuse
 from lantern_hpu.serve.served import ServedMethod, ServedModel
 from lantern_hpu.tree import Tree, Window
 
@@ -36,13 +37,18 @@ class ParsedRequest:
 
 
 # Fields of other models that clients send, and that change nothing here
-IDLE_FIELDS = ("quality", "style", "background", "moderation", "user")
+IDLE_FIELDS = (
+    *("quality", "style", "background", "moderation", "user"),
+    *("input_fidelity", "safety_identifier"),
+)
 
 
-def read_call(asked: ImagesRequest, menu: ServedModel) -> ParsedRequest:
+def read_call(
+    asked: ImagesRequest, menu: ServedModel, sources: tuple[SourcePicture, ...] = ()
+) -> ParsedRequest:
     given = asked.given()
     check_name(given.get("model", menu.name), menu)
-    size = read_size(given, menu)
+    size = read_size(given, menu, sources)
     count, stream = given.get("n", 1), given.get("stream", False)
     if stream and count > 1:
         raise refuse("n", count, "1 while streaming")
@@ -69,7 +75,8 @@ def read_call(asked: ImagesRequest, menu: ServedModel) -> ParsedRequest:
         if negative and not menu.takes_negative:
             raise no_negative(menu.name)
         negative = negative if menu.takes_negative else None
-        requests = in_turn(prompts, range(count), seed, sampling, rule, negative, asked_size)
+        settings = sampling, rule, negative, asked_size, sources
+        requests = in_turn(prompts, range(count), seed, *settings)
         need = menu.spec_of(requests[0], setting.tree)
         check_graph(need, served, given)
     except LanternError as error:
@@ -88,14 +95,24 @@ def check_name(name: str, menu: ServedModel) -> None:
         raise ApiError(404, what, "model", "model_not_found")
 
 
-def read_size(given: Mapping[str, Any], menu: ServedModel) -> tuple[int, int]:
-    """Height and width; a size that was not captured beforehand would make all others wait."""
+def read_size(
+    given: Mapping[str, Any], menu: ServedModel, sources: Sequence[SourcePicture]
+) -> tuple[int, int]:
+    """Height and width; a size that was not captured beforehand would make all others wait.
+
+    Where none is asked for, the first one, or the one whose proportions are nearest to the first source's.
+    """
     sizes = {f"{width}x{height}": (height, width) for height, width in menu.sizes}
     name = given.get("size", "auto")
     if name != "auto" and name not in sizes:
         more = f"; more where the server has {as_option(Arg('sizes'))}" if menu.by_request else ""
         raise refuse("size", name, " or ".join(["auto", *sizes]) + more)
-    return menu.sizes[0] if name == "auto" else sizes[name]
+    if name != "auto":
+        return sizes[name]
+    if not sources:
+        return menu.sizes[0]
+    height, width = sources[0].size
+    return min(menu.sizes, key=lambda size: abs(math.log(size[0] * width / size[1] / height)))
 
 
 def read_shows(given: Mapping[str, Any], rows: int, stream: bool) -> tuple[int, ...]:
@@ -144,6 +161,8 @@ def read_setting(given: Mapping[str, Any], setting: Resolved, menu: ServedModel)
 def check_graph(need: Spec, served: ServedMethod, given: Mapping[str, Any]) -> None:
     """Raise an ApiError where a request needs what the recorded step does not do."""
     has, method = served.spec, served.setting.method
+    if (need.grid, need.prefix) not in served.shapes:
+        raise refuse("image", "too large", "fewer or smaller pictures, or a shorter prompt")
     lacking = has.first_missing(need)
     if not lacking:
         return
@@ -169,7 +188,7 @@ def check_graph(need: Spec, served: ServedMethod, given: Mapping[str, Any]) -> N
 
 def translated(error: LanternError) -> ApiError:
     """An error in the words of a body's fields."""
-    fields = ImagesRequest.model_fields
+    fields = {*EditsRequest.model_fields, "image"}
     text = error.text(as_field, fields.__contains__)
     field = error.field if error.field in fields else None
     return ApiError(400, " ".join(text.split()), field, "invalid_value")

@@ -71,6 +71,13 @@ class ServeOptions:
     sglang: bool = option(
         False, "serve GLM-Image's tokens to SGLang Diffusion at /generate, and no pictures"
     )
+    sources: int = option(
+        0, "pictures that a request to /v1/images/edits may have; 0: it is off", low=0, high=16
+    )
+    upload_mib: int = option(64, "MiB that a request with pictures may have", low=1, high=1024)
+    upload_timeout: float = option(
+        60.0, "time limit in seconds for a request with pictures to arrive", low=1, high=3600
+    )
     model_sampling: bool = option(
         False, "draw for SGLang with the model's own sampling settings, not those that it sends"
     )
@@ -101,9 +108,11 @@ class ServeOptions:
             why = "a header carries printable ASCII without spaces alone"
             what = words(Arg("api_key"), "cannot be sent by clients")
             raise OptionError(what, why, "letters and digits")
-        if self.sglang and self.api_key is not None:
-            what = words(Arg("api_key"), "cannot be used with", Arg("sglang"))
-            raise OptionError(what, "SGLang sends none", "leave it and LANTERN_HPU_API_KEY out")
+        unsent = {"api_key": "key (LANTERN_HPU_API_KEY is one too)", "sources": "pictures"}
+        for name, thing in unsent.items():
+            if self.sglang and getattr(self, name):
+                what = words(Arg(name), "cannot be used with", Arg("sglang"))
+                raise OptionError(what, f"SGLang sends no {thing}", "leave it out")
         if self.device.keep_text == "free":
             why = "prompts come as long as the server runs"
             what = words(Arg("keep_text", "free"), "cannot be served")

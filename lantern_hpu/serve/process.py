@@ -31,6 +31,7 @@ from lantern_hpu.errors import (
 from lantern_hpu.methods.setting import lacks_drafter
 from lantern_hpu.models.files.load import OpenedModel
 from lantern_hpu.models.model import of_size
+from lantern_hpu.models.text.frames import check_sources
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.serve.app import make_app
 from lantern_hpu.serve.decoder import DecodeThread
@@ -47,7 +48,8 @@ HURRY = 1  # the same after a second signal
 HEAD_SECONDS = 10.0  # in which the head of a request has to arrive
 READ_SECONDS = 30.0  # in which a client has to read some of what it was sent
 PIPELINED = 1 << 16  # bytes of further requests that wait for the answer of the first
-CHUNKS = 256  # of one body; reading one byte in a chunk of its own costs as much as reading kilobytes in one
+CHUNKS = 256  # of one body; reading one byte in a chunk of its own costs as much as reading kilobytes in one,
+CHUNK_BYTES = 4096  # so that each so many bytes may have one more
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -75,6 +77,11 @@ def check_served(options: ServeOptions, opened: OpenedModel) -> None:
     elif opened.config.condition.frame != "glm-image":
         what = words(Arg("sglang"), f"cannot serve {opened.name}")
         raise OptionError(what, "SGLang sends prompts of GLM-Image", Arg("model", "glm-image"))
+    try:
+        check_sources(opened.config, opened.name, options.sources)
+    except OptionError as error:
+        asked = words(Arg("sources", options.sources), "cannot be served")
+        raise OptionError(asked, error.why, "leave it out") from error
     for setting in options.settings:
         if opened.config.drafter is None and setting.needs_drafter:
             raise lacks_drafter(opened.name, Arg("method", str(setting)))
@@ -107,15 +114,18 @@ def load_decoder(options: ServeOptions) -> DecodeThread:
 class Connection(h11.Connection):
     """h11's, which refuses a body in too many chunks: the loop that reads them answers everyone."""
 
-    chunks = 0  # of the body that is read
+    chunks = 0  # of the body that is read,
+    bytes = 0  # and its size so far
     refusal = ""
 
     def next_event(self) -> Any:
         event = super().next_event()
         if isinstance(event, h11.Request):
-            self.chunks = 0
-        self.chunks += isinstance(event, h11.Data) and event.chunk_start
-        if self.chunks > CHUNKS:
+            self.chunks = self.bytes = 0
+        if isinstance(event, h11.Data):
+            self.chunks += event.chunk_start
+            self.bytes += len(event.data)
+        if self.chunks > CHUNKS + self.bytes // CHUNK_BYTES:
             self.refusal = f"the body has more than {CHUNKS} chunks; send larger ones"
             raise h11.RemoteProtocolError(self.refusal)
         return event

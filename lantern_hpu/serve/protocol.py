@@ -90,10 +90,10 @@ def refuse(param: str, value: object, allowed: str) -> ApiError:
 M = TypeVar("M", bound=BaseModel)
 
 
-def parsed(kind: type[M], body: Any) -> M:
-    """A body that FastAPI does not read; raises an ApiError."""
+def parsed(kind: type[M], body: Any, strict: bool | None = None) -> M:
+    """A body that FastAPI does not read; raises an ApiError. What is not `strict` reads text as numbers."""
     try:
-        return kind.model_validate(body)
+        return kind.model_validate(body, strict=strict)
     except ValidationError as error:
         found = [{**each, "loc": ("body", *each["loc"])} for each in error.errors()[:1]]
         raise invalid(found, kind.model_fields) from error
@@ -213,6 +213,13 @@ else:
     )
 
 
+class EditsRequest(ImagesRequest):
+    """Fields of a form whose files `image`, or `image[]`, are the pictures to draw from."""
+
+    input_fidelity: Literal["high", "low"] | None = None
+    safety_identifier: str | None = Field(None, description="not kept")
+
+
 class SpeculativeDecoding(BaseModel):
     """Acceptance of one image, under vLLM's names."""
 
@@ -313,7 +320,7 @@ class PartialMetrics(BaseModel):
 class PartialImage(ImagePayload):
     """An event of a stream: the token rows drawn so far, the rest grey."""
 
-    type: Literal["image_generation.partial_image"] = "image_generation.partial_image"
+    type: Literal["image_generation.partial_image", "image_edit.partial_image"]
     created_at: int
     b64_json: str
     partial_image_index: int
@@ -324,7 +331,7 @@ class PartialImage(ImagePayload):
 class CompletedImage(ImagePayload, Settings):
     """The last event of a stream."""
 
-    type: Literal["image_generation.completed"] = "image_generation.completed"
+    type: Literal["image_generation.completed", "image_edit.completed"]
     created_at: int
     b64_json: str
     usage: Usage
@@ -346,6 +353,7 @@ class ModelCard(BaseModel):
     size: str
     sizes: list[str] = Field(description="that requests may ask for")
     rows: int = Field(description="rows of image tokens")
+    edits: int = Field(description="pictures that a request may be drawn from; 0: none")
 
 
 class ModelList(BaseModel):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -12,13 +13,14 @@ from lantern_hpu.errors import Arg, OptionError, words
 from lantern_hpu.methods.relaxation import PRESETS, Relaxation
 from lantern_hpu.methods.setting import AUTO, METHODS, Resolved, verified
 from lantern_hpu.models.config import TransformerConfig
-from lantern_hpu.models.text.frames import takes_negative
+from lantern_hpu.models.text.frames import reads_pictures, takes_negative
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.serve.options import SGLANG, ServeOptions
 from lantern_hpu.tree import Tree
 
 Shape = tuple[tuple[int, int] | None, int | None]  # grid and prefix of a spec
 ONE_SHAPE: Shape = (None, None)  # of a model that has one size and one length
+SOURCE_WORDS = 512  # tokens of a prompt next to its pictures
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class ServedModel:
     takes_negative: bool  # whether a request may have a negative prompt
     sizes: tuple[tuple[int, int], ...]  # height, width; the first is the default
     by_request: bool  # whether a request has its size, or the model has one
+    sources: int  # pictures that a request may be drawn from; 0: none
     rows: int  # of image tokens; 1 where there are no partial pictures
     vocabulary: int
     codes: int
@@ -83,6 +86,7 @@ def make_served_model(pipeline: LanternPipeline, options: ServeOptions) -> Serve
         takes_negative=takes_negative(model.config.condition),
         sizes=options.sizes or (model.config.image_size,),
         by_request=config.code_pixels > 0,
+        sources=min(options.sources, reads_pictures(model.config)),
         rows=config.grid[0] if pipeline.diffusion is None else 1,
         vocabulary=config.vocab_size,
         codes=model.codes,
@@ -92,6 +96,18 @@ def make_served_model(pipeline: LanternPipeline, options: ServeOptions) -> Serve
             asked.sampling, asked.relaxation, tree, model.sizes([asked])
         ),
     )
+
+
+def source_prefixes(
+    config: TransformerConfig, spec: Spec, options: ServeOptions
+) -> tuple[int, ...]:
+    """Those that are captured for requests with pictures: of as many as are allowed, each as large as what is drawn."""
+    codes, all_of_them = math.prod(spec.grid or config.grid), config.source_prefixes
+    if not (options.sources and all_of_them):
+        return ()
+    need = options.sources * codes + SOURCE_WORDS
+    enough = next((p for p in all_of_them if p >= need), all_of_them[-1])
+    return tuple(p for p in all_of_them if p <= enough)
 
 
 def usual_sampling(pipeline: LanternPipeline, options: ServeOptions) -> Sampling:
@@ -126,7 +142,11 @@ def serve_method(
         for size in options.sizes or (None,)
     ]
     prefixes = (*config.prefixes, config.prefix) if config.prefixes else (None,)
-    shapes = tuple((spec.grid, prefix) for spec in specs for prefix in prefixes)
+    shapes = tuple(
+        (spec.grid, prefix)
+        for spec in specs
+        for prefix in (*prefixes, *source_prefixes(config, spec, options))
+    )
 
     def served(rule: Relaxation) -> bool:
         need = pipeline.spec([Request("any", 0, usual, rule)], setting.tree, 1)

@@ -1,0 +1,388 @@
+"""Edits over HTTP: forms as clients send them, what is drawn of their pictures, and forms that are meant to do harm."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from PIL import Image
+
+from lantern_hpu.commands import generate
+from lantern_hpu.models.files.load import OpenedModel
+from lantern_hpu.results.png import read_png
+from lantern_hpu.results.sources import MOST_PIXELS, read_picture
+from lantern_hpu.serve import edits, process
+from lantern_hpu.serve.options import ServeOptions
+from tests.test_serve import Running, lines_of, served
+from tests.test_sources import encoded, header, picture
+
+pytest.importorskip("python_multipart")
+
+PATH = "/v1/images/edits"
+CAT, DOG = (encoded(picture(height, width), "PNG") for height, width in ((32, 48), (40, 40)))
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[Running]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lantern_hpu.serve.served.reads_pictures", lambda config: 4)
+        options = ServeOptions(str(model), methods=("ar",), slots=2, sources=2)
+        options = replace(options, served_model_name=("tiny",))
+        with served(options) as running:
+            yield running
+
+
+def files(*several: Any, name: str = "image") -> list[tuple[str, Any]]:
+    """Parts of a form, as httpx takes them: bytes are a file without a type."""
+    return [(name, one if isinstance(one, tuple) else ("upload", one)) for one in several]
+
+
+def send(server: Running, parts: Any, **fields: Any) -> httpx.Response:
+    form = {"prompt": "red cat", "seed": "3", **fields}
+    return httpx.post(server.url + PATH, data=form, files=parts, timeout=300)
+
+
+def drawn(answer: httpx.Response) -> dict[str, Any]:
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+def metadata(b64: str, tmp_path: Path) -> dict[str, Any]:
+    with Image.open(io.BytesIO(base64.b64decode(b64))) as image:
+        text: Any = getattr(image, "text", {})
+    return dict(json.loads(text["lantern_hpu"]))
+
+
+def digests(answer: dict[str, Any], tmp_path: Path) -> list[str]:
+    known = metadata(answer["data"][0]["b64_json"], tmp_path)
+    return [source["digest"] for source in known["config"]["sources"]]
+
+
+DIGESTS = [read_picture(one).digest for one in (CAT, DOG)]
+PNG = {"filename": "image.png", "type": "image/png"}
+# Forms as the programs send them, from their sources: fields, the name of the files, and how many
+CLIENTS: dict[str, tuple[dict[str, str], str, tuple[Any, ...]]] = {
+    "openai, one": ({"n": "1"}, "image", (CAT,)),
+    "openai, two": ({"model": "tiny"}, "image[]", (CAT, DOG)),
+    "openai for Node": ({}, "image", (("unknown_file", CAT, "application/octet-stream"),)),
+    "Open WebUI": (
+        {"model": "tiny", "n": "1", "size": "8x8", "response_format": "b64_json"},
+        "image[]",
+        (("image.png", CAT, "image/png"),),
+    ),
+    "LibreChat": (
+        {"model": "tiny", "quality": "auto", "size": "auto"},
+        "image[]",
+        (("cat.webp", CAT, "image/webp"), ("dog.png", DOG, "image/png")),
+    ),
+    "LiteLLM": (
+        {"input_fidelity": "high", "quality": "high", "user": "me", "background": "opaque"},
+        "image[]",
+        (("image.png", CAT, "image/png"),),
+    ),
+}
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_forms_of_programs_are_drawn(client: str, server: Running, tmp_path: Path) -> None:
+    fields, name, pictures = CLIENTS[client]
+    answer = drawn(send(server, files(*pictures, name=name), **fields))
+    assert digests(answer, tmp_path) == DIGESTS[: len(pictures)]
+    given = {name for name, value in fields.items() if value != "auto"}
+    idle = given & {"input_fidelity", "quality", "user", "background"}
+    assert len(answer["warnings"]) == bool(idle)
+    assert all(name in said for said in answer["warnings"] for name in idle)
+    assert answer["seed"] == 3
+
+
+def test_the_official_client_edits(server: Running, tmp_path: Path) -> None:
+    client = openai.OpenAI(base_url=server.url + "/v1", api_key="none")
+    one = client.images.edit(image=CAT, prompt="red cat", extra_body={"seed": 7})
+    two = client.images.edit(
+        image=[io.BytesIO(CAT), ("dog.png", DOG)], prompt="red cat", n=2, size="auto"
+    )
+    assert one.data and one.data[0].b64_json and two.data and len(two.data) == 2
+    known = metadata(one.data[0].b64_json, tmp_path)
+    assert known["seed"] == 7 and known["prompt"] == "red cat"
+    assert [s["digest"] for s in known["config"]["sources"]] == DIGESTS[:1]
+    events = list(client.images.edit(image=CAT, prompt="red cat", stream=True, partial_images=1))
+    assert [event.type for event in events] == ["image_edit.partial_image", "image_edit.completed"]
+    assert isinstance(events[0], openai.types.ImageEditPartialImageEvent)
+    completed = events[-1]
+    assert isinstance(completed, openai.types.ImageEditCompletedEvent)
+    assert metadata(completed.b64_json, tmp_path)["config"]["sources"][0]["digest"] == DIGESTS[0]
+    for field in ("mask", "background"):
+        wrong: Any = {"mask": CAT, "background": "transparent"}
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.images.edit(image=CAT, prompt="cat", **{field: wrong[field]})
+        assert caught.value.param == field
+
+
+def test_models_say_how_many_pictures_they_read(server: Running) -> None:
+    assert httpx.get(server.url + "/v1/models").json()["data"][0]["edits"] == 2
+
+
+def test_a_model_that_reads_none_says_so(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from lantern_hpu.commands import serve
+
+    with served(ServeOptions(str(model), methods=("ar",), slots=1)) as plain:
+        client = openai.OpenAI(base_url=plain.url + "/v1", api_key="none")
+        with pytest.raises(openai.BadRequestError, match="does not edit images"):
+            client.images.edit(image=CAT, prompt="cat")
+        assert httpx.get(plain.url + "/v1/models").json()["data"][0]["edits"] == 0
+    assert serve.main(["--model", str(model), "--sources", "1", "--port", "0"]) == 2
+    assert "--sources 1 cannot be served" in capsys.readouterr().err
+
+
+REFUSED: dict[str, tuple[dict[str, str], list[tuple[str, Any]], int, str | None]] = {
+    "no picture": ({}, [("other", (None, "x"))], 400, "image"),
+    "both": ({}, [*files(CAT), *files(DOG, name="image[]")], 400, "image"),
+    "three of two": ({}, files(CAT, DOG, CAT), 400, "image"),
+    "17 files": ({}, files(*[CAT] * 17, name="image[]"), 400, None),
+    "an address": ({"image": "http://127.0.0.1/cat.png"}, [("x", (None, ""))], 400, "image"),
+    "an address and a file": ({"image[]": "file:///etc/passwd"}, files(CAT), 400, "image[]"),
+    "url": ({"url": "http://127.0.0.1/cat.png"}, files(CAT), 400, "url"),
+    "a mask": ({}, [*files(CAT), *files(CAT, name="mask")], 400, "mask"),
+    "markup": ({"markup": "a circle"}, files(CAT), 400, "markup"),
+    "a foreign file": ({}, [*files(CAT), *files(CAT, name="depth")], 400, "depth"),
+    "a file as a prompt": ({}, [*files(CAT), ("prompt", ("a", b"cat"))], 400, "prompt"),
+    "svg": ({"output_format": "svg"}, files(CAT), 400, "output_format"),
+    "transparent": ({"background": "transparent"}, files(CAT), 400, "background"),
+    "no number": ({"n": "two"}, files(CAT), 400, "n"),
+    "too many": ({"n": "11"}, files(CAT), 400, "n"),
+    "not finite": ({"temperature": "nan"}, files(CAT), 400, "temperature"),
+    "a size": ({"size": "9x9"}, files(CAT), 400, "size"),
+    "an unknown field": ({"strength": "0.5"}, files(CAT), 400, "strength"),
+    "a nested field": ({"svg[precision]": "1"}, files(CAT), 400, "svg[precision]"),
+    "no prompt": ({"prompt": ""}, files(CAT), 400, "prompt"),
+    "a long field": ({"user": "x" * 100_000}, files(CAT), 400, None),
+    "many fields": ({f"x{i}": "1" for i in range(99)}, files(CAT), 400, None),
+    "text": ({}, files(b"a red apple"), 400, "image"),
+    "nothing": ({}, files(b""), 400, "image"),
+    "cut off": ({}, files(encoded(picture(200, 200), "PNG")[:9000]), 400, "image"),
+    "a bomb": ({}, files(header(9000, 9000)), 400, "image"),
+    "a gif": ({}, files(encoded(picture(), "GIF")), 400, "image"),
+    "a small side": ({}, files(encoded(picture(15, 40), "PNG")), 400, "image"),
+    "a long side": ({}, files(encoded(picture(20, 81), "PNG")), 400, "image"),
+    "a name": ({}, [("image", ("../../\0\u202e" + "x" * 999, b"no"))], 400, "image"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_forms_that_cannot_be_drawn_are_refused_by_their_field(case: str, server: Running) -> None:
+    fields, parts, status, param = REFUSED[case]
+    answer = send(server, parts, **fields)
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param and len(error["message"]) < 1500
+    assert not server.decoder.queue.open_jobs
+
+
+@pytest.mark.parametrize("field", ["prompt", "seed", "model"])
+def test_a_field_that_is_given_twice_is_refused(field: str, server: Running) -> None:
+    parts = [*files(CAT), *[(field, (None, "1"))] * 2]
+    answer = httpx.post(server.url + PATH, files=parts)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == field
+
+
+ORIGINS: dict[str, tuple[dict[str, str], bool]] = {
+    "a program": ({}, True),
+    "our page": ({"Origin": "{url}", "Sec-Fetch-Site": "same-origin"}, True),
+    "our page in an old browser": ({"Origin": "{url}"}, True),
+    "typed by the user": ({"Sec-Fetch-Site": "none"}, True),
+    "another page": ({"Origin": "https://evil.example", "Sec-Fetch-Site": "cross-site"}, False),
+    "a page that hides": ({"Origin": "null"}, False),
+    "no origin": ({"Sec-Fetch-Site": "cross-site"}, False),
+    "another port": ({"Origin": "http://127.0.0.1:9", "Sec-Fetch-Site": "same-site"}, False),
+    "an old browser": ({"Origin": "http://evil.example"}, False),
+    "a name that begins like ours": ({"Origin": "{url}.evil.example"}, False),
+    "a user's name": ({"Origin": "http://{host}@evil.example"}, False),
+    "another host": ({"Host": "evil.example", "Origin": "http://evil.example"}, False),
+}
+
+
+@pytest.mark.parametrize("case", ORIGINS)
+def test_pages_of_other_origins_cannot_send_forms(case: str, server: Running) -> None:
+    """A browser sends a form to any host without asking it first; its headers tell where the page is from."""
+    headers, taken = ORIGINS[case]
+    host = server.url.removeprefix("http://")
+    sent = {name: value.format(url=server.url, host=host) for name, value in headers.items()}
+    form = {"prompt": "red cat", "n": "0"}  # which is refused later
+    answer = httpx.post(server.url + PATH, data=form, files=files(CAT), headers=sent)
+    assert answer.status_code == (400 if taken else 403), answer.text
+
+
+def test_what_is_no_form_is_refused(server: Running) -> None:
+    for kind in ("application/json", "text/plain", "application/x-www-form-urlencoded", ""):
+        answer = httpx.post(server.url + PATH, content=b"{}", headers={"Content-Type": kind})
+        assert answer.status_code == 415 and "multipart/form-data" in answer.text
+
+
+def test_a_form_has_a_limit_of_its_own(model: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lantern_hpu.serve.served.reads_pictures", lambda config: 4)
+        options = ServeOptions(str(model), methods=("ar",), slots=1, sources=1, upload_mib=1)
+        with served(options) as small:
+            large = send(small, files(encoded(picture(700, 700), "PNG")))
+            assert large.status_code == 413 and "1048576 bytes" in large.text
+            assert drawn(send(small, files(CAT)))
+
+
+def test_large_pictures_are_bounded_together(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(edits, "MOST_PIXELS", 32 * 48 + 40 * 40 - 1)
+    answer = send(server, files(CAT, DOG, name="image[]"))
+    assert answer.status_code == 400 and "pixels together" in answer.text
+    monkeypatch.setattr(edits, "MOST_PIXELS", MOST_PIXELS)
+    monkeypatch.setattr(edits, "HELD_PIXELS", 32 * 48 - 1)
+    full = send(server, files(CAT))
+    assert full.status_code == 429 and full.headers["Retry-After"]
+
+
+def test_a_stream_of_chunks_may_be_long(server: Running) -> None:
+    """As of a client that knows no length: more chunks than a short body may have, if they are not small."""
+    request = httpx.Request("POST", server.url, data={"prompt": "cat"}, files=files(CAT))
+    body = request.read()
+    padding = b"--%b\r\n" % request.headers["content-type"].partition("boundary=")[2].encode()
+    padding += b'Content-Disposition: form-data; name="image"; filename="a"\r\n\r\n'
+    whole = padding + b"x" * (process.CHUNKS + 20) * process.CHUNK_BYTES + b"\r\n" + body
+
+    def chunks(size: int) -> Iterator[bytes]:
+        yield from (whole[i : i + size] for i in range(0, len(whole), size))
+
+    headers = {"Content-Type": request.headers["content-type"]}
+    answer = httpx.post(server.url + PATH, content=chunks(process.CHUNK_BYTES), headers=headers)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "image"
+
+
+def hostile(rng: random.Random) -> tuple[bytes, str]:
+    """A form that is damaged in one of many ways, and its type."""
+    pictures = [CAT, DOG, encoded(picture(), "JPEG"), encoded(picture(), "WEBP")]
+    data = bytearray(rng.choice([*pictures, header(60000, 60000)]))
+    for _ in range(rng.choice([0, 0, 1, 3])):
+        data[rng.randrange(len(data))] = rng.randrange(256)
+    if rng.random() < 0.3:
+        del data[rng.randrange(len(data)) :]
+    names = ["image", "image[]", "mask", "img", "", "image\r\nX: 1", '"', "\0", "prompt"]
+    parts = [
+        (rng.choice(names[:1] * 20 + names), (rng.choice(["a.png", "", "\r\n"]), bytes(data)))
+        for _ in range(rng.choice([0, 1, 1, 1, 2, 17]))
+    ]
+    values = ["red cat", "", "\ud7ff", "1" * 5000, "{}", "\0", "-1", "1e999", "null"]
+    fields = {"prompt": rng.choice(values[:1] * 3 + values)}
+    if rng.random() < 0.3:
+        fields |= {rng.choice(["n", "seed", "size", "top_k", "x", "relax"]): rng.choice(values)}
+    request = httpx.Request("POST", "http://localhost", data=fields, files=parts or {"x": b""})
+    body, kind = bytearray(request.read()), request.headers["content-type"]
+    for _ in range(rng.choice([0, 0, 0, 1, 4])):
+        body[rng.randrange(len(body))] = rng.randrange(256)
+    if rng.random() < 0.2:
+        del body[rng.randrange(len(body)) :]
+    ends = [
+        "",
+        "",
+        "",
+        "; charset=utf-7",
+        "; charset=hex",
+        "; boundary=b",
+        ", x",
+        "; charset=undefined",
+    ]
+    kind = kind + rng.choice(ends) if rng.random() < 0.9 else "multipart/form-data"
+    return bytes(body), kind
+
+
+def test_no_form_is_an_error_of_the_server(
+    server: Running,
+) -> None:
+    """Two hundred damaged forms: some are drawn, all others refused, none of them is anybody else's trouble."""
+    rng, statuses = random.Random(0), list[int]()
+    with httpx.Client(timeout=300) as client:
+        for _ in range(200):
+            body, kind = hostile(rng)
+            answer = client.post(server.url + PATH, content=body, headers={"Content-Type": kind})
+            statuses.append(answer.status_code)
+            assert answer.status_code < 500, (answer.text, body[:300])
+    assert {200, 400} <= set(statuses) <= {200, 400, 413, 415}
+    assert drawn(send(server, files(CAT)))
+    server.until(lambda: not server.decoder.queue.open_jobs)
+    assert server.decoder.failure is None
+
+
+def test_the_log_has_a_line_without_the_prompt(
+    server: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "lantern_hpu.serve"):
+        drawn(send(server, files(CAT), prompt="secret cat"))
+        send(server, files(b"no", name="image[]"))
+        server.until(lambda: len(lines_of(caplog)) == 2)
+    assert [json.loads(line)["status"] for line in lines_of(caplog)] == [200, 400]
+    assert "secret" not in caplog.text
+
+
+# ------------------------------------------------------------------------------- on the command line
+
+
+@pytest.fixture
+def cats(tmp_path: Path) -> tuple[str, str]:
+    for name, data in (("cat.png", CAT), ("dog.png", DOG)):
+        (tmp_path / name).write_bytes(data)
+    return str(tmp_path / "cat.png"), str(tmp_path / "dog.png")
+
+
+def test_an_image_is_drawn_again_from_the_same_pictures_alone(
+    model: Path,
+    cats: tuple[str, str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lantern_hpu.commands.generate.check_sources", lambda *_: None)
+    first, again = tmp_path / "first.png", tmp_path / "again.png"
+    words = ["--model", str(model), "--prompt", "red cat", "--image", cats[0], "--image", cats[1]]
+    assert generate.main([*words, "--output", str(first)]) == 0
+    stored = read_png(first)["config"]["sources"]
+    assert [source["digest"] for source in stored] == DIGESTS
+    words = ["--from-png", str(first), "--output", str(again)]
+    wrong = {
+        (): "0 are given",
+        (cats[0],): "1 are given",
+        (cats[1], cats[0]): "these are others",
+    }
+    for given, why in wrong.items():
+        pictures = [part for file in given for part in ("--image", file)]
+        assert generate.main([*words, *pictures]) == 2
+        message = capsys.readouterr().err
+        assert why in message and "--image" in message and not again.exists()
+    assert generate.main([*words, "--image", cats[0], "--image", cats[1]]) == 0
+    assert Image.open(again).tobytes() == Image.open(first).tobytes()
+    resume = ["--model", str(model), "--prompt", "red cat", "--resume", "--output", str(first)]
+    assert generate.main([*resume, "--image", cats[0]]) == 2
+    assert "sources differ" in capsys.readouterr().err
+
+
+def test_pictures_that_cannot_be_read_end_the_command_before_weights_are_read(
+    model: Path,
+    cats: tuple[str, str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(OpenedModel, "load", lambda *_: pytest.fail("weights were read"))
+    words = ["--model", str(model), "--prompt", "cat", "--output", str(tmp_path / "out.png")]
+    assert generate.main([*words, "--image", cats[0]]) == 2
+    assert "--image cannot be used" in capsys.readouterr().err
+    (tmp_path / "bomb.png").write_bytes(header(9000, 9000))
+    for name, why in (("bomb.png", "too many pixels"), ("none.png", "No such file")):
+        assert generate.main([*words, "--image", str(tmp_path / name)]) == 2
+        assert why in capsys.readouterr().err
