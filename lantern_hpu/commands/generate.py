@@ -53,6 +53,7 @@ from lantern_hpu.results.sources import read_picture
 
 if TYPE_CHECKING:
     from lantern_hpu.models.files.load import OpenedModel
+    from lantern_hpu.models.model import ImageModel
     from lantern_hpu.pipeline import LanternPipeline
     from lantern_hpu.results.images import GenerationResult
     from lantern_hpu.results.outputs import Outputs
@@ -149,9 +150,12 @@ class GenerateJob:
         """Images that are decoded together."""
         return batch_size_for(len(self.prompts), self.batch_size)
 
-    def requests(self, sampling: Sampling, relaxation: Relaxation = EXACT) -> list[Request]:
+    def requests(
+        self, model: ImageModel, sampling: Sampling, relaxation: Relaxation = EXACT
+    ) -> list[Request]:
         """One an image; its number counts from the first seed."""
-        more = sampling, relaxation, self.negative, self.size, self.sources
+        size = self.size or model.size_of_sources(self.sources)
+        more = sampling, relaxation, self.negative, size, self.sources
         return [Request(text, self.seed + n, *more) for n, text in self.prompts.items()]
 
     def resolve(self, pipeline: LanternPipeline) -> tuple[Resolved, Sampling]:
@@ -368,7 +372,7 @@ def draw(args: argparse.Namespace) -> GenerationResult | None:
         if args.verbose:
             show_decided(pipeline, "dtype", "layout")
         setting, sampling = job.resolve(pipeline)
-        requests = job.requests(sampling, setting.relaxation)
+        requests = job.requests(pipeline.model, sampling, setting.relaxation)
         if is_slower_together(pipeline, job, setting):
             print(ONE_BY_ONE, file=sys.stderr)
         here = [i for i, file in enumerate(outputs.images) if args.resume and file.exists()]

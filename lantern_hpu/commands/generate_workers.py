@@ -52,7 +52,7 @@ def open_job_worker(args: argparse.Namespace) -> Callable[[list[int]], int]:
     )
     chosen, sampling = job.resolve(pipeline)
     files, _ = image_files(args.output, job.prompts, False)
-    requests, again = job.requests(sampling, chosen.relaxation), set[int]()
+    requests, again = job.requests(pipeline.model, sampling, chosen.relaxation), set[int]()
 
     def draw_piece(numbers: list[int]) -> int:
         """With `--force`, what was there before is drawn again, but not what this worker has drawn."""

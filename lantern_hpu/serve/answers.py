@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import logging
+import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -198,7 +199,9 @@ class ImageRequestHandler:
             self.record.about["warnings"] = len(warnings)
         config = self.call.need.sizes(pipeline.model.target.config)
         read, drawn = config.prefix * count, config.tokens * count
-        seen = 0
+        reader = pipeline.model.condition.reader
+        grids = [reader.grid(source) for source in first.sources] if reader else []
+        seen = count * sum(map(math.prod, grids))
         parts = protocol.InputTokensDetails(text_tokens=read - seen, image_tokens=seen)
         usage = protocol.Usage(
             input_tokens=read,

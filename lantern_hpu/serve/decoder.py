@@ -17,7 +17,13 @@ import torch
 
 from lantern_hpu.core import ImageRecord
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.serve.engines import EngineSlots, check_engines, keep_encoder, specs_to_capture
+from lantern_hpu.serve.engines import (
+    EngineSlots,
+    check_engines,
+    keep_encoder,
+    read_a_picture,
+    specs_to_capture,
+)
 from lantern_hpu.serve.metrics import Metrics
 from lantern_hpu.serve.options import ServeOptions
 from lantern_hpu.serve.protocol import ApiError
@@ -214,6 +220,8 @@ class DecodeThread:
                 held.enter_context(engine.pinned())
                 self.heartbeat_at = time.monotonic()
         keep_encoder(self.pipeline)
+        if self.served.sources:
+            read_a_picture(self.pipeline)
         self.tasks.begin()
 
     def schedule_once(self) -> None:

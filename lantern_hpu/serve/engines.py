@@ -11,7 +11,9 @@ from dataclasses import replace
 from itertools import chain, islice
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from PIL import Image
 
 from lantern_hpu.core import Request, Sampling
 from lantern_hpu.decode.engine import Engine
@@ -21,6 +23,7 @@ from lantern_hpu.files import amount
 from lantern_hpu.models.text.t5 import T5Conditioner
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.prompts import usual_prompts
+from lantern_hpu.results.sources import read_picture
 from lantern_hpu.serve.queue import Job
 from lantern_hpu.serve.served import ServedMethod, ServedModel, Shape
 
@@ -152,6 +155,14 @@ def keep_encoder(pipeline: LanternPipeline) -> None:
     if isinstance(text, T5Conditioner) and text.keep == "auto" and engines.lacking_for_text() <= 0:
         text.keep = "device"
         pipeline.fit.decided["text encoder"] = "device: there is room for it next to the engines"
+
+
+def read_a_picture(pipeline: LanternPipeline) -> None:
+    """Load what reads pictures, and compile it, before a request waits for that."""
+    prompt = usual_prompts(pipeline.model.condition.takes_classes)[0]
+    blank = read_picture(Image.new("RGB", (512, 512)))
+    with torch.no_grad():
+        pipeline.model.condition.prepare([Request(prompt, sources=(blank,))])
 
 
 def check_replay(pipeline: LanternPipeline, engine: Engine, request: Request) -> None:
