@@ -31,7 +31,7 @@ from lantern_hpu.errors import (
 from lantern_hpu.methods.setting import lacks_drafter
 from lantern_hpu.models.files.load import OpenedModel
 from lantern_hpu.models.model import of_size
-from lantern_hpu.models.text.frames import check_sources
+from lantern_hpu.models.text.frames import reads_pictures
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.serve.app import make_app
 from lantern_hpu.serve.decoder import DecodeThread
@@ -77,11 +77,9 @@ def check_served(options: ServeOptions, opened: OpenedModel) -> None:
     elif opened.config.condition.frame != "glm-image":
         what = words(Arg("sglang"), f"cannot serve {opened.name}")
         raise OptionError(what, "SGLang sends prompts of GLM-Image", Arg("model", "glm-image"))
-    try:
-        check_sources(opened.config, opened.name, options.sources)
-    except OptionError as error:
+    if options.sources > (most := reads_pictures(opened.config)):
         asked = words(Arg("sources", options.sources), "cannot be served")
-        raise OptionError(asked, error.why, "leave it out") from error
+        raise OptionError(asked, f"{opened.name} reads at most {most} pictures", "less")
     for setting in options.settings:
         if opened.config.drafter is None and setting.needs_drafter:
             raise lacks_drafter(opened.name, Arg("method", str(setting)))
@@ -100,13 +98,8 @@ def load_decoder(options: ServeOptions) -> DecodeThread:
     would be more than the cores, and the waits in a step become system calls.
     """
     check = partial(check_served, options)
-    load = partial(
-        LanternPipeline.from_pretrained,
-        options.model,
-        given=options.given,
-        pictures=not options.sglang,
-        check=check,
-    )
+    more: dict[str, Any] = {"given": options.given, "pictures": not options.sglang, "check": check}
+    load = partial(LanternPipeline.from_pretrained, options.model, **more)
     with ThreadPoolExecutor(1) as loading:
         return DecodeThread(loading.submit(load, **vars(options.device)).result(), options)
 

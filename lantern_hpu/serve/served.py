@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -20,7 +19,6 @@ from lantern_hpu.tree import Tree
 
 Shape = tuple[tuple[int, int] | None, int | None]  # grid and prefix of a spec
 ONE_SHAPE: Shape = (None, None)  # of a model that has one size and one length
-SOURCE_WORDS = 512  # tokens of a prompt next to its pictures
 
 
 @dataclass(frozen=True)
@@ -98,18 +96,6 @@ def make_served_model(pipeline: LanternPipeline, options: ServeOptions) -> Serve
     )
 
 
-def source_prefixes(
-    config: TransformerConfig, spec: Spec, options: ServeOptions
-) -> tuple[int, ...]:
-    """Those that are captured for requests with pictures: of as many as are allowed, each as large as what is drawn."""
-    codes, all_of_them = math.prod(spec.grid or config.grid), config.source_prefixes
-    if not (options.sources and all_of_them):
-        return ()
-    need = options.sources * codes + SOURCE_WORDS
-    enough = next((p for p in all_of_them if p >= need), all_of_them[-1])
-    return tuple(p for p in all_of_them if p <= enough)
-
-
 def usual_sampling(pipeline: LanternPipeline, options: ServeOptions) -> Sampling:
     """Of requests that do not say another: the model's own, or what SGLang asks for."""
     if options.sglang and not options.model_sampling:
@@ -141,12 +127,9 @@ def serve_method(
         pipeline.spec([replace(r, size=size) for r in requests], setting.tree, options.slots)
         for size in options.sizes or (None,)
     ]
-    prefixes = (*config.prefixes, config.prefix) if config.prefixes else (None,)
-    shapes = tuple(
-        (spec.grid, prefix)
-        for spec in specs
-        for prefix in (*prefixes, *source_prefixes(config, spec, options))
-    )
+    words = (*config.prefixes, config.prefix) if config.prefixes else (None,)
+    prefixes = (*words, *config.source_prefixes[: options.sources])  # one more for each picture
+    shapes = tuple((spec.grid, prefix) for spec in specs for prefix in prefixes)
 
     def served(rule: Relaxation) -> bool:
         need = pipeline.spec([Request("any", 0, usual, rule)], setting.tree, 1)

@@ -2,33 +2,30 @@
 
 SGLang's server of pictures (`--srt-encoder-url`) leaves the autoregressive stage to a server like this one, and makes
 pixels of what that draws. Its client: sglang/multimodal_gen/runtime/pipelines_core/stages/model_specific_stages/
-glm_image.py; it gives up where nothing comes for 100 s, and reads JSON alone, which may begin with spaces.
+glm_image.py; it gives up where no answer comes for 100 s, or `--srt-encoder-timeout`.
 """
 
 from __future__ import annotations
 
-import asyncio
-import json
 import secrets
-import time
-from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
 from lantern_hpu.core import Request, Sampling
 from lantern_hpu.errors import Arg, LanternError, as_option, needing
 from lantern_hpu.fields import MAX_SEED
 from lantern_hpu.models.text.tokens import FramedPrompt
-from lantern_hpu.serve import answers, calls
+from lantern_hpu.serve import calls
 from lantern_hpu.serve.answers import CLOSED, ImageRequestHandler
 from lantern_hpu.serve.calls import ParsedRequest
 from lantern_hpu.serve.decoder import DecodeThread
-from lantern_hpu.serve.protocol import ApiError, parsed, refuse
+from lantern_hpu.serve.protocol import parsed, refuse
 from lantern_hpu.serve.queue import Done
 
 with needing("fastapi", "the server is built on it", "serve"):
-    import fastapi
-    from fastapi.responses import JSONResponse, StreamingResponse
+    from fastapi import Body, Response
+    from fastapi import Request as HTTPRequest
+    from fastapi.responses import JSONResponse
     from pydantic import BaseModel, ConfigDict, Field
 
 PLACES = ("/generate", "//generate")  # the second where the option's address ends in a slash
@@ -57,22 +54,15 @@ class AskedSampling(Closed):
 
 
 class GenerateRequest(Closed):
-    """Prompts, with a list of each field; a body with one prompt has its values alone."""
+    """A list of each field; a body with one prompt has its values alone."""
 
     input_ids: list[list[int]] = Field(min_length=1)
     image_data: list[list[ImageGrids]]
     sampling_params: list[AskedSampling]
 
 
-def has_several(body: Any) -> bool:
-    ids = body.get("input_ids") if isinstance(body, dict) else None
-    return isinstance(ids, list) and bool(ids) and isinstance(ids[0], list)
-
-
-def read_generate(body: Any, decoder: DecodeThread) -> ParsedRequest:
+def read_generate(body: dict[str, Any], decoder: DecodeThread) -> ParsedRequest:
     """What is to be drawn; raises an ApiError for what would be another picture than SGLang expects."""
-    if isinstance(body, dict) and not has_several(body):
-        body = {name: [value] for name, value in body.items()}
     asked, menu = parsed(GenerateRequest, body), decoder.served
     lists = (asked.input_ids, asked.image_data, asked.sampling_params)
     counts = [len(one) for one in lists]
@@ -130,47 +120,23 @@ def sent_sampling(params: AskedSampling, decoder: DecodeThread) -> Sampling:
         raise calls.translated(error) from error
 
 
-async def generate(request: fastapi.Request) -> fastapi.Response:
-    """Draw image tokens for framed prompts; an answer that takes long begins with spaces."""
+async def generate(body: Annotated[dict[str, Any], Body()], request: HTTPRequest) -> Response:
+    """Draw image tokens for framed prompts: for one, or a list for several."""
     decoder: DecodeThread = request.app.state.decoder
-    try:
-        body = json.loads(await request.body())
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, "the body is not valid JSON", None, "invalid_json") from error
-    call = read_generate(body, decoder)
+    several = has_several(body)
+    call = read_generate(body if several else {name: [body[name]] for name in body}, decoder)
     handler = ImageRequestHandler(request, decoder, call)
     handler.record.asked(call)
-    drawing = asyncio.ensure_future(drawn(handler, has_several(body)))
-    done, _ = await asyncio.wait([drawing], timeout=answers.SILENT)
-    if not done:
-        return StreamingResponse(after_spaces(handler, drawing), media_type="application/json")
-    answer = await drawing
-    return fastapi.Response(status_code=CLOSED) if answer is None else JSONResponse(answer)
-
-
-async def after_spaces(
-    handler: ImageRequestHandler, drawing: asyncio.Future[Any]
-) -> AsyncIterator[str]:
-    """An answer as text; its status is sent already, so that an error is one without tokens."""
-    try:
-        while not drawing.done():
-            yield " "
-            await asyncio.wait([drawing], timeout=answers.SILENT)
-        yield json.dumps(await drawing)
-    except ApiError as error:
-        handler.record.failed(error)
-        yield json.dumps(error.body())
-    finally:
-        drawing.cancel()
-
-
-async def drawn(handler: ImageRequestHandler, several: bool) -> Any:
-    """What SGLang reads of an answer, or a list of it; None where the client left."""
     images = await handler.images()
     if images is None:
-        return None
-    each = [image_answer(handler, one) for one in images]
-    return each if several else each[0]
+        return Response(status_code=CLOSED)
+    drawn = [image_answer(handler, one) for one in images]
+    return JSONResponse(drawn if several else drawn[0])
+
+
+def has_several(body: dict[str, Any]) -> bool:
+    ids = body.get("input_ids")
+    return isinstance(ids, list) and bool(ids) and isinstance(ids[0], list)
 
 
 def image_answer(handler: ImageRequestHandler, done: Done) -> dict[str, Any]:
@@ -188,6 +154,5 @@ def image_answer(handler: ImageRequestHandler, done: Done) -> dict[str, Any]:
         "sampling_seed": record.seed,
         "spec_verify_ct": record.steps,
         "spec_accept_length": record.tokens_per_step,
-        "e2e_latency": round(time.monotonic() - handler.record.began, 4),
     }
     return {"text": "", "output_ids": tokens, "meta_info": about}
