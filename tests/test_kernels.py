@@ -29,8 +29,9 @@ from lantern_hpu.backends.cuda.backend import CUDABackend
 from lantern_hpu.backends.cuda.forms import CUBLAS, Card, Forms, install
 from lantern_hpu.backends.cuda.kernels import checks, triton_candidates, triton_kernels
 from lantern_hpu.backends.cuda.kernels.programs import FORMS
+from lantern_hpu.core import Sampling
 from lantern_hpu.decode.accept import Acceptance, Verdict
-from lantern_hpu.decode.common import Drafts, StaticTables
+from lantern_hpu.decode.common import Drafts, StaticTables, sampling_params
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.decode.state import Bounds
 from lantern_hpu.graphs.strict import check_rules
@@ -53,6 +54,7 @@ from lantern_hpu.ops.kv_cache import KVCache
 from lantern_hpu.ops.quantized import quantized
 from lantern_hpu.ops.sampling import SamplingParams, guided_probs, sample, sample_distinct
 from lantern_hpu.tree import DraftTree, load_tree
+from lantern_hpu.zoo.registry import entries
 from tests.marks import mostly_slow
 from tests.tiny import (
     SMALL_TREE,
@@ -961,6 +963,37 @@ def test_kernel_that_is_wrong_or_fails_is_replaced(device: str) -> None:
     assert len(said) == 1
     assert served.probs is guided_probs and served.walk is None
     assert served.sample is kernels().sample
+
+
+def test_vocabularies_that_no_program_holds_take_the_plain_forms(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Emu3.5's: its walks would spill 11,692 bytes a thread, its draws 12,264."""
+    walk: Any = print
+    made = replace(PLAIN, walk=walk, traverse=walk)
+    monkeypatch.setattr("lantern_hpu.backends.cuda.kernels.triton_kernels", lambda *_: made)
+    served = {
+        name: CUDABackend().own_kernels(torch.bfloat16, entries()[name].config.target)
+        for name in ("emu3-gen", "emu3.5-image")
+    }
+    assert served["emu3-gen"] is made
+    assert served["emu3.5-image"] == PLAIN
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")
+def test_a_top_k_of_a_large_vocabulary_is_exact() -> None:
+    """5,120 of 131,073, as Emu3.5 samples, by what serves there; as numbers sorted by hand."""
+    logits = torch.randn(2, 3, 131073, generator=torch.Generator().manual_seed(4))
+    params = sampling_params([Sampling(5.0, 1.0, 5120, 1.0)], 131073)
+    got = kernels().probs(logits, params, True, 5120, False, False)[0]
+    guided = (logits[1] + 5 * (logits[0] - logits[1])).double()
+    for mine, row in zip(got.double(), guided, strict=True):
+        kept = row.sort(descending=True).indices[:5120]
+        want = torch.zeros_like(row).index_copy(0, kept, row[kept].softmax(0))
+        assert torch.equal(mine > 0, want > 0)
+        torch.testing.assert_close(mine, want, rtol=1e-4, atol=1e-9)
+    token = kernels().sample(got, torch.full((3,), 0.999))
+    assert bool((got.gather(-1, token[:, None].long()) > 0).all())
 
 
 def test_kernel_that_writes_nothing_is_found() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 from weakref import WeakSet
@@ -126,8 +127,12 @@ class CUDABackend(Backend):
 
     def own_kernels(self, dtype: torch.dtype, sizes: Sizes | None) -> Kernels:
         from lantern_hpu.backends.cuda.kernels import triton_kernels
+        from lantern_hpu.backends.cuda.kernels.programs import LARGEST
 
-        return triton_kernels(self.device, dtype)
+        kernels = triton_kernels(self.device, dtype)
+        if sizes is not None and sizes.vocab_size > LARGEST:
+            kernels = replace(kernels, walk=None, traverse=None)
+        return kernels
 
     def fit(self, config: Sizes, options: DeviceOptions) -> DevicePlan:
         return CUDAPlan(**vars(super().fit(config, options)))

@@ -12,10 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from lantern_hpu.backends.base import operator
-from lantern_hpu.backends.cuda.kernels.programs import EXACTLY, block_of, warps
+from lantern_hpu.backends.cuda.kernels.programs import EXACTLY, LARGEST, block_of, warps
 from lantern_hpu.ops.sampling import SamplingParams, guided_probs
-
-LARGEST = 65536  # vocabulary that one program holds
 
 
 @triton.jit

@@ -8,6 +8,7 @@ from torch import Tensor
 
 # Elements a thread should hold: more spill from its registers, fewer leave it waiting for the others.
 A_THREAD, WARP = 16, 32
+LARGEST = 65536  # vocabulary that one program holds; for larger ones plain forms serve
 # Sums and products keep their roundings apart, as in torch: ties of the plain forms stay ties.
 EXACTLY = {"enable_fp_fusion": False}
 
