@@ -42,6 +42,7 @@ from lantern_hpu.ops.buffers import additive_mask, prefix_mask
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.train.drafter_training import like_the_target
 from lantern_hpu.train.unroll import Lesson, Unrolled
+from lantern_hpu.verify.distribution import measure
 from lantern_hpu.zoo.find import find_parts
 from scripts.checkpoints.files import write_shards
 from scripts.serving import serving
@@ -651,9 +652,36 @@ def test_relatives_of_other_tensors_are_refused(
         assert "; config.json says relative;" in said
 
 
-@pytest.mark.parametrize("name", mostly_slow([JANUS, EMU3], JANUS))
-def test_a_drafter_learns_and_drafts(public: Path, name: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ar", "jacobi@4", "scd@4", "sjd-pac@2:2x1"])
+def test_emu35_draws_from_its_own_distribution(
+    public: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """By chi-square over first tokens of many seeds, with its published guidance and top-k."""
+    small_pictures(monkeypatch, (2, 4))
+    folder = public / EMU35_IMAGE
+    pipeline, plain = pipeline_of(folder), pipeline_of(folder, layout="plain")
+    found = measure(pipeline, plain, pipeline.resolve(Setting.parse(method)), "red", 128)
+    assert found.chance > 1e-4 and (found.metered or 0.0) == 0.0
+
+
+@pytest.mark.slow
+def test_emu35_draws_a_picture_of_its_published_size(public: Path, tmp_path: Path) -> None:
+    """64 x 64 codes in rows that are closed, 1024 x 1024 pixels; nothing is captured behind the warm-up."""
+    output = ["--output", str(tmp_path / "x.png"), "--save-tokens", str(tmp_path / "x.npz")]
+    model = ["--model", str(public / EMU35_IMAGE), "--graphs", "strict", "--method", "ar"]
+    assert generate.main([*model, "--prompt", "red", *output]) == 0
+    tokens = np.load(tmp_path / "x.npz")["tokens"].reshape(64, 65)
+    assert (tokens[:, 64] == 131072).all() and (tokens[:, :64] < 131072).all()
+    assert Image.open(tmp_path / "x.png").size == (1024, 1024)
+
+
+@pytest.mark.parametrize("name", mostly_slow([JANUS, EMU3, EMU35_IMAGE], JANUS))
+def test_a_drafter_learns_and_drafts(
+    public: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     """One step of training has a gradient, and drafts of what came out of it leave greedy pictures as they are."""
+    small_pictures(monkeypatch, (4, 6))
     model = opened(public / name)
     config = model.target.config
     drafter = like_the_target(model.target, DrafterConfig())
@@ -680,13 +708,13 @@ def shrunk(folder: Path, goal: Path) -> Path:
     """A model as `convert` writes it, for pictures of 4 x 8 codes."""
     assert convert.main([str(folder), str(goal)]) == 0
     about = json.loads((goal / "model.json").read_text())
-    about["target"]["grid"] = [4, 8]
+    about["target"] |= {"grid": [4, 8], "grids": []}
     (goal / "model.json").write_text(json.dumps(about))
     return goal
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [LUMINA, "lumina-mgpt-2.0", "simplear"])
+@pytest.mark.parametrize("name", [LUMINA, "lumina-mgpt-2.0", "simplear", EMU35_IMAGE])
 def test_every_command_takes_it(public: Path, tmp_path: Path, name: str) -> None:
     """Plan, strict lint with a window, bench, a server, and a drafter that was trained for it."""
     ours, prompts = str(shrunk(public / name, tmp_path / "ours")), tmp_path / "prompts.txt"
@@ -703,7 +731,7 @@ def test_every_command_takes_it(public: Path, tmp_path: Path, name: str) -> None
         request = urllib.request.Request(f"{url}/v1/images/generations", body, header)
         with urllib.request.urlopen(request, timeout=300) as answer:
             assert len(json.load(answer)["data"]) == 2
-    if name == "simplear":
+    if name in ("simplear", EMU35_IMAGE):
         return  # the table of neighbours of 64,000 codes, which training measures by, takes minutes
     few = "--samples 10 --steps 1 --batch 1 --measured 1 --measure-every 1 --unroll 1".split()
     drafter = ["--output", str(tmp_path / "drafter"), "--data", str(prompts)]
