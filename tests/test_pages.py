@@ -259,7 +259,7 @@ RUN = [command for command in LEFT if RUN_HERE.match(command)]
 # All else is parsed above and not run, and why
 NOT_RUN = {
     r"plan (NAME|FOLDER)": "a place for the reader's own",
-    r"download|.*(llamagen-[ct]|anole-|janus-|lumina-|emu3|simplear|mammothmoda2|glm-image|models/t2i)": (
+    r"download|.*(llamagen-[ct]|anole-|janus-|lumina-|emu3|u0-|simplear|mammothmoda2|glm-image|models/t2i)": (
         "gigabytes that are downloaded; test_checkpoints.py reads their formats"
     ),
     r".*--device (cuda|hpu)(?! --emulate)": "needs a card",
