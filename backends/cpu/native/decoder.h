@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-#define LANTERN_ABI 8
+#define LANTERN_ABI 9
 
 /* Number formats: of the matrices, and of activations, caches and features. */
 #define BFLOAT16 0
