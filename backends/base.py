@@ -209,7 +209,7 @@ class DevicePlan:
     @property
     def weight_bytes(self) -> int:
         """Of a number in a matrix of the model."""
-        return self.dtype.itemsize
+        return 1 if "quantize" in self.decided else self.dtype.itemsize
 
     def lay_out(self, modules: Sequence[nn.Module]) -> DevicePlan:
         """Bring the linear layers of loaded modules into the layout, in place. -> with the layout that was taken
@@ -225,6 +225,7 @@ class DevicePlan:
         Returns what a user should know of that, or nothing.
         """
         if form in self.backend.quantized:
+            self.decided["quantize"] = f"{form}, with a scale for each row of a matrix"
             return ""
         for module in modules:
             replace_layers(module, QuantizedLinear, partial(plain_layer, dtype=self.dtype))

@@ -13,13 +13,16 @@ only which code the refused siblings before it were. That leaves little noise ev
 likely, and the figure of `eagle`, whose TV is 0, says how much. The interval is that of the mean over the places.
 
 The measured token is the first of a step. Tokens a step and milliseconds an image are those of real drawing.
+
+What smaller weights cost is the same distance between the two models' distributions, each after guidance, temperature
+and filters: at all tokens but the first of images that the model draws as it is, and the quantised one only reads.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,18 +31,19 @@ from torch import Tensor
 
 from lantern_hpu.core import Request
 from lantern_hpu.decode.accept import Acceptance, Blend, Node
-from lantern_hpu.decode.engine import StepTrace
+from lantern_hpu.decode.engine import Engine, StepTrace, upload_prefix, upload_settings
 from lantern_hpu.decode.state import Bounds
 from lantern_hpu.errors import OptionError
 from lantern_hpu.methods.relaxation import Relaxation
 from lantern_hpu.methods.request import in_turn
 from lantern_hpu.methods.setting import METHODS, Resolved, Setting
+from lantern_hpu.models.text.prefix import Prefix
 from lantern_hpu.ops.sampling import gather, sample
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import tokens_per_step
 from lantern_hpu.results.progress import ProgressBar
 from lantern_hpu.results.prompts import usual_prompts
-from lantern_hpu.tree import Tree
+from lantern_hpu.tree import DraftTree, Tree
 from lantern_lab.evaluate.drawing import seconds_of
 from lantern_lab.evaluate.options import FidelityOptions
 
@@ -294,6 +298,66 @@ def fidelity_rows(
             "tv_interval": interval(tv) if tv != [0.0] else 0.0,
             **drawn,
         }
+
+
+@dataclass(frozen=True)
+class WeightsCost:
+    """Total variation of a token's distribution that smaller weights cost."""
+
+    images: int
+    tokens: int  # measured, of all images
+    tv: float  # their mean
+    tv_interval: float | None  # of the images' means
+    tv_largest: float
+
+
+def follow(
+    engine: Engine, prefix: Prefix, requests: Sequence[Request]
+) -> Generator[Tensor, Tensor, None]:
+    """Read images that another engine draws, a token a step: yields the probs [B, V] behind each token [B] sent."""
+    state = engine.state
+    with engine.pinned():
+        upload_prefix(engine, prefix, state.prefill)
+        upload_settings(engine, requests, state.prefill)
+        engine.prefill_function(state)
+        root = yield state.uniforms  # of no meaning: a generator is begun so
+        while True:
+            state.root.copy_(root)
+            state.cursor.zero_()
+            made = dict(engine.step_function.stages(state))
+            root = yield made["accept"].probs[:, 0]
+
+
+def batch_tv(whole: LanternPipeline, small: LanternPipeline, requests: Sequence[Request]) -> Tensor:
+    """At each token of a batch but its first: [B, N - 1]."""
+    tree, size = DraftTree.root_only(), len(requests)
+    leader, follower = (p.engines.get(p.spec(requests, tree, size)) for p in (whole, small))
+    following = follow(follower, small.prefix(follower, requests), requests)
+    next(following)
+    result = []
+    for number, step in enumerate(leader.trace(whole.prefix(leader, requests), requests)):
+        p = step.accepted.probs[:, 0]  # [B, V]
+        other = following.send(leader.token_rows()[:, number])
+        result.append((p - other).abs().sum(-1) / 2)
+    following.close()
+    return torch.stack(result, 1)
+
+
+@torch.no_grad()
+def weights_cost(
+    whole: LanternPipeline, small: LanternPipeline, options: FidelityOptions, bar: ProgressBar
+) -> WeightsCost:
+    """Of a model whose weights are smaller, on images of the same model as it is."""
+    bar.set_description("weights")
+    parts = []
+    for index in torch.arange(options.images).split(BATCH):
+        sampling = whole.model.sampling
+        requests = in_turn(prompts_of(whole), index.tolist(), options.seed, sampling)
+        parts.append(batch_tv(whole, small, requests))
+        bar.update(len(requests))
+    tv = torch.cat(parts)  # [images, N - 1]
+    around = interval(tv.mean(1).tolist())
+    return WeightsCost(options.images, tv.numel(), float(tv.mean()), around, float(tv.max()))
 
 
 def images_total(

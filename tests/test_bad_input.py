@@ -79,6 +79,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "--prompts-file nowhere.txt": "nowhere.txt",
         "--prompt '   '": "empty",
         "--from-png x.png": "exclude each other",
+        "--quantize int4": "int8",
         "--num-images 2 --output one.png": "--grid",
         "--output image.jpg": ".png",
         # Windows: longer than the picture, and than any
@@ -115,6 +116,7 @@ REFUSED: dict[str, dict[str, str]] = {
     },
     "bench --model MODEL": {
         "--method magic": "unknown method 'magic'",
+        "--quantize int4": "int8",
         "--method ar,ar": "--method names ar twice",
         "--graphs magic": "unknown graph mode 'magic'",
         "--graphs hpu_graph": "does not offer graph mode 'hpu_graph'",

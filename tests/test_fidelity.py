@@ -25,17 +25,21 @@ from lantern_hpu.methods.relaxation import (
 )
 from lantern_hpu.methods.setting import METHODS, Resolved
 from lantern_hpu.pipeline import LanternPipeline
+from lantern_hpu.results.progress import ProgressBar
 from lantern_hpu.train.unroll import Lesson
 from lantern_hpu.tree import DraftTree
 from lantern_lab.commands.fidelity import main
+from lantern_lab.evaluate.options import FidelityOptions
 from lantern_lab.fidelity import (
     Place,
     averaged_expectation,
+    batch_tv,
     blend_at,
     expectation,
     find_places,
     root,
     tv_at,
+    weights_cost,
 )
 from tests.folder import write_folder
 from tests.tiny import circle, ring
@@ -164,3 +168,35 @@ def test_places_lie_inside_their_images(tmp_path: Path, method: str) -> None:
     # One of the image's distributions, and a later one for a later place.
     assert float(gaps.amin(1).max()) < 1e-5
     assert len(gaps.argmin(1).unique()) > 4
+
+
+def test_the_same_weights_cost_nothing_and_smaller_ones_little(tmp_path: Path) -> None:
+    """A follower reads what the other engine draws: any other token would change what comes behind it."""
+    folder = str(write_folder(tmp_path / "tiny"))
+    whole, same = (LanternPipeline.from_pretrained(folder) for _ in range(2))
+    small = LanternPipeline.from_pretrained(folder, quantize="int8")
+    options = FidelityOptions(images=10)
+    tokens = 10 * (whole.model.target.config.tokens - 1)
+    with ProgressBar(20, "image") as bar:
+        nothing, some = (weights_cost(whole, other, options, bar) for other in (same, small))
+    assert (nothing.tokens, nothing.tv, nothing.tv_largest) == (tokens, 0, 0)
+    assert 0 < some.tv < some.tv_largest < 0.1 and some.tv_interval
+    # By one pass over whole images, without a cache
+    requests = [Request("red cat", seed, whole.model.sampling) for seed in range(4)]
+    drawn = torch.from_numpy(whole.draw(requests, whole.resolve("ar"), 4).tokens)
+    plain = (
+        LanternPipeline.from_pretrained(folder, layout="plain", quantize=q) for q in (None, "int8")
+    )
+    p, q = (Lesson(pipeline.model, ["red cat"] * 4, drawn).p for pipeline in plain)
+    want = (p - q).abs().sum(-1) / 2
+    torch.testing.assert_close(batch_tv(whole, small, requests), want, rtol=0, atol=1e-5)
+
+
+def test_what_smaller_weights_cost_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, file = write_folder(tmp_path / "tiny"), tmp_path / "out.json"
+    sizes = ["--method", "ar", "--num-images", "2", "--timed", "1", "--output", str(file)]
+    assert main(["--model", str(folder), "--quantize", "int8", *sizes]) == 0
+    found = json.loads(file.read_text())["weights"]
+    assert f"TV of the next token {found['tv']:.4f}" in capsys.readouterr().out

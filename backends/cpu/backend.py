@@ -167,7 +167,7 @@ class CPUPlan(DevicePlan):
 
     @property
     def weight_bytes(self) -> int:
-        return torch.float16.itemsize if self.halved else self.dtype.itemsize
+        return torch.float16.itemsize if self.halved else super().weight_bytes
 
     def lay_out(self, modules: Sequence[nn.Module]) -> DevicePlan:
         why_plain = "asked for"
@@ -223,7 +223,7 @@ class CPUBackend(Backend):
 
     is_host = True
     layouts = LAYOUTS
-    quantized = QUANTIZED
+    quantized: tuple[str, ...] = QUANTIZED
 
     def available(self) -> tuple[bool, str]:
         return True, "every machine has a processor"

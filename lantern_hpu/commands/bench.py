@@ -42,7 +42,7 @@ def make_parser() -> argparse.ArgumentParser:
     sizes = f"comma-separated ({USUAL['batch_sizes']}; {LARGE['batch_sizes']} of a large model on a CPU)"
     options.add_fields(parser, BenchRequest)
     options.add_device_options(parser, graphs=False)
-    options.add_fields(parser, DeviceOptions, "kernels")
+    options.add_fields(parser, DeviceOptions, "kernels", "quantize")
     options.add_method_options(parser, USUAL["methods"])
     add("--graphs", help=modes)
     options.add_fields(parser, DeviceOptions, *options.PROCESSOR)

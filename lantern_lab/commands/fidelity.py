@@ -1,8 +1,9 @@
 """Measure how far each method moves the distribution of the next token.
 
     lantern-hpu fidelity --num-images 64 --output fidelity.json
+    lantern-hpu fidelity --quantize int8 --method ar
 
-What is measured, and how: `lantern_lab/fidelity.py`.
+The second measures what the smaller weights cost, too. What is measured, and how: `lantern_lab/fidelity.py`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from lantern_hpu.backends import DeviceOptions, prepare
@@ -46,6 +48,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--model", default="builtin", help="`builtin`, or a model folder (builtin)")
     add_device_options(parser, graphs=False)
+    add_fields(parser, DeviceOptions, "quantize")
     add_method_options(parser, DEFAULT_ROWS)
     add_fields(parser, FidelityOptions)
     parser.add_argument("--output", type=file_path, default=None, metavar="FILE.json")
@@ -63,6 +66,14 @@ def fidelity_table(rows: Sequence[dict[str, Any]]) -> str:
         figures = f"{row['tokens_per_step']:.2f}", f"{row['ms_per_image']:.0f}"
         lines.append((method, setting, *figures, tv_text(row)))
     return markdown(head, lines)
+
+
+def weights_text(kind: str, cost: dict[str, Any]) -> str:
+    """What smaller weights cost, in a line."""
+    around = "" if cost["tv_interval"] is None else f" ± {cost['tv_interval']:.4f}"
+    over = f"over {cost['tokens']:,} tokens of {cost['images']} images"
+    largest = f"{cost['tv_largest']:.3f} at most"
+    return f"{kind} weights: TV of the next token {cost['tv']:.4f}{around} on average, {largest}, {over}"
 
 
 def tv_text(row: dict[str, Any]) -> str:
@@ -83,14 +94,21 @@ def measure_fidelity(args: argparse.Namespace, argv: Sequence[str]) -> None:
     prepare(device.device, device.graphs)  # before torch is imported
     from lantern_hpu.pipeline import LanternPipeline
     from lantern_hpu.results.progress import ProgressBar
-    from lantern_lab.fidelity import fidelity_rows, images_total
+    from lantern_lab.fidelity import fidelity_rows, images_total, weights_cost
 
-    with closing(LanternPipeline.from_pretrained(args.model, **vars(device))) as pipeline:
+    load = partial(LanternPipeline.from_pretrained, args.model)
+    with closing(load(**vars(device))) as pipeline:
+        more, lines = dict[str, Any](), list[str]()
+        if device.quantize:
+            whole = load(**vars(replace(device, quantize=None)))
+            with closing(whole), ProgressBar(options.images, "image") as bar:
+                more["weights"] = asdict(weights_cost(whole, pipeline, options, bar))
+            lines = [weights_text(device.quantize, more["weights"]), ""]
         with ProgressBar(images_total(pipeline, settings, options), "image") as bar:
             rows = list(fidelity_rows(pipeline, settings, options, bar))
         sizes = {name: value for name, value in asdict(options).items() if name != "seed"}
-        result = heading("lantern_hpu.fidelity", pipeline, argv) | sizes | {"rows": rows}
-    show_report(result, fidelity_table(rows), args.output, args.force)
+        result = heading("lantern_hpu.fidelity", pipeline, argv) | sizes | {"rows": rows} | more
+    show_report(result, "\n".join([*lines, fidelity_table(rows)]), args.output, args.force)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

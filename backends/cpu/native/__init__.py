@@ -336,7 +336,10 @@ def linears_of(block: Any) -> list[Linear]:
 
 def dtype_of(module: nn.Module) -> torch.dtype:
     """Of what is not quantised in it: its norms, its embedding."""
-    return next(part.dtype for part in module.parameters() if part.dtype in STORED[:3])
+    parts = ((name, part.dtype) for name, part in module.named_parameters())
+    return next(
+        dtype for name, dtype in parts if dtype != torch.int8 and not name.endswith("scale")
+    )
 
 
 # ------------------------------------------------------------------------------------ a whole model

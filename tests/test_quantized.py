@@ -1,0 +1,230 @@
+"""Matrices of 8 bits: what they are rounded to, folders of them, devices that have none, and images drawn with them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from lantern_hpu import LanternPipeline
+from lantern_hpu.backends.base import DevicePlan
+from lantern_hpu.backends.cpu import native
+from lantern_hpu.backends.cpu.backend import CPUBackend
+from lantern_hpu.commands.convert import convert
+from lantern_hpu.decode import memory
+from lantern_hpu.decode.spec import Spec
+from lantern_hpu.errors import OptionError, WeightsError
+from lantern_hpu.files import sha256
+from lantern_hpu.loading import write_folder as write_converted
+from lantern_hpu.models.files.load import open_model
+from lantern_hpu.models.files.names import PartOverrides
+from lantern_hpu.models.model import ImageModel, Placement
+from lantern_hpu.ops.quantized import (
+    QuantizedLinear,
+    dequantized,
+    quantized,
+    quantized_layer,
+    replace_layers,
+)
+from lantern_hpu.tree import DraftTree
+from lantern_hpu.zoo.find import find_parts
+from tests.marks import mostly_slow
+from tests.tiny import tiny_models
+
+FAMILIES = (
+    *("llamagen-c2i", "llamagen-t2i-256", "anole", "janus-pro", "emu3", "glm-image", "simplear"),
+    *("mammothmoda2", "lumina-mgpt-2.0"),
+)
+
+
+def test_numbers_are_the_nearest_of_their_row() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(2100, 40) * torch.logspace(-6, 4, 2100)[:, None]  # more than one part
+    weight[7] = 0
+    numbers, scale = quantized(weight)
+    assert numbers.dtype == torch.int8 and scale.dtype == torch.float32
+    assert numbers.abs().amax(1)[scale > 0].eq(127).all() and not numbers[7].any()
+    error = (dequantized(numbers, scale, torch.float32) - weight).abs()
+    assert bool((error <= 0.5001 * scale[:, None]).all())
+
+
+@pytest.mark.parametrize("odd", [torch.inf, -torch.inf, torch.nan])
+def test_numbers_that_are_none_are_refused(odd: float) -> None:
+    weight = torch.ones(3, 3)
+    weight[1, 1] = odd
+    with pytest.raises(WeightsError, match="not finite"):
+        quantized(weight)
+
+
+def loaded(folder: Path, dtype: torch.dtype = torch.float32, **how: Any) -> ImageModel:
+    return open_model(find_parts(str(folder))).load(Placement(dtype, **how))
+
+
+def small_layers(module: nn.Module) -> dict[str, QuantizedLinear]:
+    return {n: m for n, m in module.named_modules() if isinstance(m, QuantizedLinear)}
+
+
+@pytest.mark.parametrize("family", mostly_slow(FAMILIES, "llamagen-t2i-256", "mammothmoda2"))
+def test_a_folder_holds_what_loading_rounds_to(public: Path, tmp_path: Path, family: str) -> None:
+    """All layers and the head, and no embedding; with the bytes that a plan says."""
+    converted = tmp_path / "small"
+    if (public / family / "text").exists():
+        given = PartOverrides(text=str(public / family / "text"))
+        write_converted(str(public / family), converted, "auto", given, "int8")
+    else:
+        write_converted(str(public / family), converted, "auto", quantize="int8")
+    there, here = loaded(converted), loaded(public / family, quantize="int8")
+    assert there.quantize == here.quantize == "int8"
+    mine, theirs = there.target.state_dict(), here.target.state_dict()
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    plain = loaded(public / family)
+    linears = {n for n, m in plain.target.named_modules() if isinstance(m, nn.Linear)}
+    embeds = {n for n in linears if n.startswith("embed")}
+    assert small_layers(there.target).keys() == linears - embeds
+    assert there.fingerprint == here.fingerprint == plain.fingerprint
+
+
+def test_a_folder_draws_the_images_of_its_model(model: Path, tmp_path: Path) -> None:
+    """By its drafter, too; and the images say so."""
+    said = convert(str(model), tmp_path / "small", "auto", PartOverrides(), "int8")
+    assert "target" in said
+    drawn: list[Any] = []
+    for folder, quantize in ((model, "int8"), (tmp_path / "small", None)):
+        pipeline = LanternPipeline.from_pretrained(str(folder), quantize=quantize)
+        result = pipeline(["a red cat"] * 2, seed=3, method="eagle", output_type="tokens")
+        assert result.config["quantize"] == "int8"
+        drawn.append(result.tokens)
+        pipeline.close()
+    assert np.array_equal(drawn[0], drawn[1])
+    assert (
+        2 * (tmp_path / "small" / "target.safetensors").stat().st_size
+        < 1.2 * (model / "target.safetensors").stat().st_size
+    )
+
+
+def changed(folder: Path, goal: Path, quantized: Any) -> Path:
+    """A converted folder that says something else of its matrices."""
+    write_converted(str(folder), goal, "auto", quantize="int8")
+    about = json.loads((goal / "model.json").read_text())
+    (goal / "model.json").write_text(json.dumps(about | {"quantized": quantized}))
+    return goal
+
+
+@pytest.mark.parametrize(
+    ("quantized", "named"),
+    [
+        ({"format": "int8", "version": 2}, "int8 of version 2"),
+        ({"format": "int4", "version": 1}, "int4 of version 1"),
+        ("int8", "None of version None"),
+        (None, "holds torch.int8|unknown"),
+    ],
+)
+def test_a_folder_of_another_version_is_refused(
+    model: Path, tmp_path: Path, quantized: Any, named: str
+) -> None:
+    with pytest.raises(WeightsError, match=named):
+        loaded(changed(model, tmp_path / "small", quantized))
+
+
+@pytest.mark.parametrize("spoiled", ["without scales", "floats"])
+def test_a_folder_whose_matrices_are_others_is_refused(
+    model: Path, tmp_path: Path, spoiled: str
+) -> None:
+    folder = changed(model, tmp_path / "small", {"format": "int8", "version": 1})
+    file = folder / "target.safetensors"
+    stored = load_file(file)
+    if spoiled == "floats":
+        stored["target.head.weight"] = stored["target.head.weight"].float()
+    else:
+        del stored["target.head.scale"]
+    save_file(stored, file)
+    about = json.loads((folder / "model.json").read_text())
+    about["files"][file.name] = sha256(file)
+    (folder / "model.json").write_text(json.dumps(about))
+    with pytest.raises(WeightsError, match=r"head\.(scale|weight holds)"):
+        loaded(folder)
+
+
+def test_another_format_is_refused(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="int4"):
+        convert(str(model), tmp_path / "small", "auto", PartOverrides(), "int4")
+
+
+class NoSmallMatrices(CPUBackend):
+    name = "other"
+    quantized: tuple[str, ...] = ()
+
+
+def test_a_device_without_them_has_the_same_numbers_in_its_format(model: Path) -> None:
+    """And says so in a line."""
+    found = loaded(model, quantize="int8")
+    kept = {
+        name: layer.dequantized(torch.float32) for name, layer in small_layers(found.target).items()
+    }
+    note = DevicePlan(NoSmallMatrices(), torch.float32).keep_quantized(found.stepping, "int8")
+    assert note == "other keeps no int8 matrices: it draws with the same numbers in float32"
+    for module in found.stepping:
+        assert not small_layers(module)
+    for name, weight in kept.items():
+        layer = found.target.get_submodule(name)
+        assert type(layer) is nn.Linear and torch.equal(layer.weight, weight)
+
+
+needs_native = pytest.mark.skipif(native.open_library()[0] is None, reason="no native decoder")
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "method", ["ar", "eagle@deep_7", "eagle2", "scd@4", "sjd-pac@2:2x1", "lantern++@broad_7"]
+)
+def test_an_image_does_not_depend_on_its_batch(model: Path, method: str, dtype: str) -> None:
+    """Trees, windows, prefill and relaxation."""
+    pipe = LanternPipeline.from_pretrained(
+        str(model), quantize="int8", dtype=dtype, layout="native"
+    )
+    asked: dict[str, Any] = {"method": method, "output_type": "tokens"}
+    together = pipe(["a red cat", "an apple", "blue"], seed=5, **asked).tokens
+    alone = pipe("an apple", seed=6, **asked).tokens
+    assert together[1].tolist() == alone[0].tolist()
+    pipe.close()
+
+
+@needs_native
+def test_packed_matrices_take_the_bytes_of_a_plan() -> None:
+    """Of the embedded model, to 1 %."""
+    pipe = LanternPipeline.from_pretrained(
+        "builtin", quantize="int8", dtype="bfloat16", pictures=False
+    )
+    model, spec = pipe.model, Spec(1, True, DraftTree.root_only())
+    said = dict(memory.weights(model.config, memory.Setup(spec, "bfloat16", quantize="int8")))
+    target = [model.target, *model.condition.parts().values()]
+    for parts, count in (
+        (target, said["target weights"]),
+        ([model.drafter], said["drafter weights"]),
+    ):
+        held = 0
+        for part in (part for part in parts if part is not None):
+            held += sum(x.nbytes for x in (*part.parameters(), *part.buffers()))
+        assert abs(held - count) < 0.01 * count
+    pipe.close()
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_decoder_takes_the_activations_of_its_model(dtype: torch.dtype) -> None:
+    """Also a drafter's alone, whose block begins without a norm."""
+    target, drafter = (module.to(dtype) for module in tiny_models())
+    replace_layers(drafter, nn.Linear, quantized_layer)
+    native.pack_model([target, drafter])
+    small = native.INT8 if dtype == torch.bfloat16 else native.INT8_FLOAT32
+    assert target.decoder.format not in (native.INT8, native.INT8_FLOAT32)
+    formats = {drafter.decoder.format, cast(Any, drafter.fc).format}
+    assert formats == {small}
