@@ -2,12 +2,13 @@
 
     python -m scripts.measure.peers --environment peers --output peers.json
 
-Each program runs in a process of its own, with the same sizes, random bfloat16 weights, two rows (guidance), 300
-positions known of each, and logits of all tokens. They take turns, as a shared machine's speed drifts, and the least of
-all steps counts; what a program does to forget the step before is not timed. This package is measured limited to AVX2,
-too. The others come into environments of their own, which are made where they are missing: `torch` with `transformers`;
-`llama-cpp-python` with `gguf`, which is compiled for this processor; and `optimum-intel`, which exports transformers'
-model to OpenVINO. One that cannot be installed or run is left out, and said.
+Each program runs in a process of its own, with the same sizes, random bfloat16 weights (or those of 8 or 4 bits that
+its name says), two rows (guidance), 300 positions known of each, and logits of all tokens. They take turns, as a
+shared machine's speed drifts, and the least of all steps counts; what a program does to forget the step before is not
+timed. This package is measured limited to AVX2, too. The others come into environments of their own, which are made
+where they are missing: `torch` with `transformers`; `llama-cpp-python` with `gguf`, which is compiled for this
+processor; and `optimum-intel`, which exports transformers' model to OpenVINO. One that cannot be installed or run is
+left out, and said.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ PACKAGES = {
 # This package, and what limits it
 OWN: dict[str, dict[str, str]] = {
     "lantern_hpu": {},
+    "lantern_hpu int8": {},
     "lantern_hpu on AVX2": {"ATEN_CPU_CAPABILITY": "avx2"},
 }
 
@@ -62,13 +65,15 @@ def least_ms(
 # ------------------------------------------------------------------------------------ the programs
 
 
-def own() -> dict[int, float]:
+def own(int8: bool) -> dict[int, float]:
     import torch
+    from torch import nn
 
     from lantern_hpu.backends.cpu import native
     from lantern_hpu.models.config import TransformerConfig
     from lantern_hpu.models.transformer import Target
     from lantern_hpu.ops.kv_cache import KVCache
+    from lantern_hpu.ops.quantized import quantized_layer, replace_layers
 
     sizes: dict[str, Any] = {"layers": LAYERS, "heads": HEADS, "ffn_dim": FFN}
     config = TransformerConfig(VOCABULARY, WIDTH, **sizes, prefix=120, grid=(16, 16))
@@ -76,6 +81,8 @@ def own() -> dict[int, float]:
         target = Target(config).to(torch.bfloat16).requires_grad_(False)
         for weight in target.parameters():
             weight.normal_(std=0.02)
+        if int8:
+            replace_layers(target, nn.Linear, quantized_layer)
         native.pack_model([target])
     cache = KVCache.allocate(
         LAYERS, ROWS, CAPACITY, HEADS, WIDTH // HEADS, torch.bfloat16, torch.device("cpu"), True
@@ -130,7 +137,8 @@ def by_transformers(folder: Path) -> dict[int, float]:
     return least_ms(step, forget)
 
 
-def write_gguf(file: Path) -> None:
+def write_gguf(file: Path, kind: str) -> None:
+    """Random matrices in a format of llama.cpp."""
     import gguf
     import numpy as np
 
@@ -150,8 +158,8 @@ def write_gguf(file: Path) -> None:
         if len(shape) == 1:
             writer.add_tensor(name, values)
             return
-        raw = (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
-        writer.add_tensor(name, raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
+        form = gguf.GGMLQuantizationType[kind]
+        writer.add_tensor(name, gguf.quants.quantize(values, form), raw_dtype=form)
 
     add("token_embd.weight", VOCABULARY, WIDTH)
     add("output.weight", VOCABULARY, WIDTH)
@@ -170,12 +178,12 @@ def write_gguf(file: Path) -> None:
     writer.close()
 
 
-def by_llama_cpp(folder: Path) -> dict[int, float]:
+def by_llama_cpp(folder: Path, kind: str = "BF16") -> dict[int, float]:
     import llama_cpp as lib
 
-    file = folder.with_suffix(".gguf")
+    file = folder.with_name(f"llama-{kind}.gguf")
     if not file.exists():
-        write_gguf(file)
+        write_gguf(file, kind)
     lib.llama_backend_init()
     model = lib.llama_model_load_from_file(str(file).encode(), lib.llama_model_default_params())
     about = lib.llama_context_default_params()
@@ -251,6 +259,8 @@ def by_openvino(folder: Path) -> dict[int, float]:
 PEERS: dict[str, Callable[[Path], dict[int, float]]] = {
     "transformers": by_transformers,
     "llama.cpp": by_llama_cpp,
+    "llama.cpp Q8_0": partial(by_llama_cpp, kind="Q8_0"),
+    "llama.cpp Q4_0": partial(by_llama_cpp, kind="Q4_0"),
     "openvino": by_openvino,
 }
 
@@ -262,10 +272,11 @@ def measure(name: str, environment: Path) -> dict[str, float]:
     """One program in a process of its own, which is installed first. -> milliseconds by tokens a row"""
     python = sys.executable
     if name not in OWN:
-        python = str(environment / name / "bin" / "python")
+        program = name.partition(" ")[0]
+        python = str(environment / program / "bin" / "python")
         if not Path(python).exists():
-            subprocess.run([sys.executable, "-m", "venv", environment / name], check=True)
-        subprocess.run([python, "-m", "pip", "install", "-q", *PACKAGES[name]], check=True)
+            subprocess.run([sys.executable, "-m", "venv", environment / program], check=True)
+        subprocess.run([python, "-m", "pip", "install", "-q", *PACKAGES[program]], check=True)
     command = [python, __file__, "--peer", name, "--environment", str(environment)]
     there = {**os.environ, **OWN.get(name, {})}
     said = subprocess.run(command, env=there, check=True, stdout=subprocess.PIPE, text=True).stdout
@@ -285,18 +296,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.peer:
         peer = PEERS.get(args.peer)
-        print(json.dumps(own() if peer is None else peer(args.environment / "llama")))
+        found = own("int8" in args.peer) if peer is None else peer(args.environment / "llama")
+        print(json.dumps(found))
         return 0
-    found: dict[str, dict[str, float]] = {}
+    result: dict[str, dict[str, float]] = {}
     for name in args.only.split(",") * args.turns:
         try:
             now = measure(name, args.environment)
         except subprocess.CalledProcessError as error:
             print(f"{name} is left out: {error}", file=sys.stderr)
             continue
-        found[name] = {count: min(ms, found.get(name, now)[count]) for count, ms in now.items()}
+        result[name] = {n: min(ms, result.get(name, now)[n]) for n, ms in now.items()}
         print(name, " ".join(f"{ms:.1f}" for ms in now.values()), flush=True)
-    args.output.write_text(json.dumps({"ms": found, "counts": COUNTS}, indent=1) + "\n")
+    args.output.write_text(json.dumps({"ms": result, "counts": COUNTS}, indent=1) + "\n")
     return 0
 
 
