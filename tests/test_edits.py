@@ -17,11 +17,17 @@ import pytest
 from PIL import Image
 
 from lantern_hpu.commands import generate
+from lantern_hpu.decode.pixels import UNKNOWN
+from lantern_hpu.models.diffusion import DiffusionPixels
 from lantern_hpu.models.files.load import OpenedModel
+from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.png import read_png
 from lantern_hpu.results.sources import MOST_PIXELS, read_picture
 from lantern_hpu.serve import edits, process
+from lantern_hpu.serve.calls import read_size
+from lantern_hpu.serve.decoder import DecodeThread
 from lantern_hpu.serve.options import ServeOptions
+from tests.published import LUMINA, with_settings
 from tests.test_serve import Running, lines_of, served
 from tests.test_sources import encoded, header, picture
 
@@ -31,14 +37,44 @@ PATH = "/v1/images/edits"
 CAT, DOG = (encoded(picture(height, width), "PNG") for height, width in ((32, 48), (40, 40)))
 
 
+SIZE = (64, 96)  # height and width
+
+
+def loaded(options: ServeOptions) -> DecodeThread:
+    pipeline = LanternPipeline.from_pretrained(options.model, device="cpu", dtype="float32")
+    if pipeline.diffusion is not None:
+        pipeline.diffusion.options = {"num_inference_steps": 1}
+    return DecodeThread(pipeline, options)
+
+
+def offered(folder: Path, sources: int, **more: Any) -> ServeOptions:
+    """Of a server that draws one size from pictures, under the name of `tiny`."""
+    usual = ServeOptions(str(folder), served_model_name=("tiny",), methods=("ar",), sizes=(SIZE,))
+    return replace(usual, slots=1, sources=sources, **more)
+
+
 @pytest.fixture(scope="module")
-def server(model: Path) -> Iterator[Running]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lantern_hpu.serve.served.reads_pictures", lambda config: 4)
-        options = ServeOptions(str(model), methods=("ar",), slots=2, sources=2)
-        options = replace(options, served_model_name=("tiny",))
-        with served(options) as running:
-            yield running
+def folder(public: Path) -> Path:
+    pytest.importorskip("transformers.models.glm_image")
+    pytest.importorskip("diffusers")
+    return public / "glm-image"
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Running]:
+    with served(offered(folder, 2, upload_mib=1), loaded) as running:
+        assert running.decoder.failure is None
+        yield running
+
+
+@pytest.fixture(scope="module")
+def omni(public: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A model whose pictures are seen as they are drawn."""
+    goal = tmp_path_factory.mktemp("omni") / "lumina-omni"
+    with_settings(public / LUMINA, goal, _name_or_path="Alpha-VLLM/Lumina-mGPT-7B-512-Omni")
+    with served(offered(goal, 1), loaded) as running:
+        assert running.decoder.failure is None
+        yield running
 
 
 def files(*several: Any, name: str = "image") -> list[tuple[str, Any]]:
@@ -75,7 +111,7 @@ CLIENTS: dict[str, tuple[dict[str, str], str, tuple[Any, ...]]] = {
     "openai, two": ({"model": "tiny"}, "image[]", (CAT, DOG)),
     "openai for Node": ({}, "image", (("unknown_file", CAT, "application/octet-stream"),)),
     "Open WebUI": (
-        {"model": "tiny", "n": "1", "size": "8x8", "response_format": "b64_json"},
+        {"model": "tiny", "n": "1", "size": "96x64", "response_format": "b64_json"},
         "image[]",
         (("image.png", CAT, "image/png"),),
     ),
@@ -104,7 +140,7 @@ def test_forms_of_programs_are_drawn(client: str, server: Running, tmp_path: Pat
     assert answer["seed"] == 3
 
 
-def test_the_official_client_edits(server: Running, tmp_path: Path) -> None:
+def test_the_official_client_edits(server: Running, omni: Running, tmp_path: Path) -> None:
     client = openai.OpenAI(base_url=server.url + "/v1", api_key="none")
     one = client.images.edit(image=CAT, prompt="red cat", extra_body={"seed": 7})
     two = client.images.edit(
@@ -114,9 +150,15 @@ def test_the_official_client_edits(server: Running, tmp_path: Path) -> None:
     known = metadata(one.data[0].b64_json, tmp_path)
     assert known["seed"] == 7 and known["prompt"] == "red cat"
     assert [s["digest"] for s in known["config"]["sources"]] == DIGESTS[:1]
-    events = list(client.images.edit(image=CAT, prompt="red cat", stream=True, partial_images=1))
+    assert two.usage and two.usage.input_tokens_details.image_tokens == 2 * (6 + 4)
+    other = openai.OpenAI(base_url=omni.url + "/v1", api_key="none")
+    events = list(other.images.edit(image=CAT, prompt="cat", stream=True, partial_images=1))
     assert [event.type for event in events] == ["image_edit.partial_image", "image_edit.completed"]
     assert isinstance(events[0], openai.types.ImageEditPartialImageEvent)
+    with Image.open(io.BytesIO(base64.b64decode(events[0].b64_json))) as half:
+        assert half.size == SIZE[::-1] and half.getpixel((5, 60)) == UNKNOWN != half.getpixel(
+            (5, 5)
+        )
     completed = events[-1]
     assert isinstance(completed, openai.types.ImageEditCompletedEvent)
     assert metadata(completed.b64_json, tmp_path)["config"]["sources"][0]["digest"] == DIGESTS[0]
@@ -125,6 +167,40 @@ def test_the_official_client_edits(server: Running, tmp_path: Path) -> None:
         with pytest.raises(openai.BadRequestError) as caught:
             client.images.edit(image=CAT, prompt="cat", **{field: wrong[field]})
         assert caught.value.param == field
+
+
+def test_pictures_on_their_way_have_the_size_that_is_drawn(omni: Running) -> None:
+    """Of a prompt without pictures too."""
+    client = openai.OpenAI(base_url=omni.url + "/v1", api_key="none")
+    first, *_ = client.images.generate(prompt="cat", stream=True, partial_images=3)
+    assert first.type == "image_generation.partial_image" and first.size == "96x64"  # type: ignore[comparison-overlap]
+    with Image.open(io.BytesIO(base64.b64decode(first.b64_json))) as quarter:
+        assert quarter.size == SIZE[::-1] and quarter.getpixel((5, 20)) == UNKNOWN
+
+
+def test_the_picture_is_the_one_that_python_draws(server: Running) -> None:
+    """Of the size of `--sizes` that is nearest; Python's own default is the picture's size."""
+    answer = drawn(send(server, files(CAT, DOG, name="image[]")))
+    sources = [Image.open(io.BytesIO(data)) for data in (CAT, DOG)]
+    pipeline = server.decoder.pipeline
+    how: dict[str, Any] = {"height": SIZE[0], "width": SIZE[1], "method": "ar", "seed": 3}
+    result = pipeline("red cat", image=sources, **how)
+    with Image.open(io.BytesIO(base64.b64decode(answer["data"][0]["b64_json"]))) as got:
+        assert got.tobytes() == result.images[0].tobytes()
+    assert result.images[0].tobytes() != pipeline("red cat", **how).images[0].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("size", "nearest"), [((32, 48), (64, 96)), ((96, 32), (96, 64)), ((40, 40), (64, 64))]
+)
+def test_the_usual_size_is_the_nearest_in_proportions(
+    size: tuple[int, int], nearest: tuple[int, int], folder: Path, server: Running
+) -> None:
+    sizes = ((64, 64), (96, 64), (64, 96))
+    menu = replace(server.decoder.served, sizes=sizes)
+    source = read_picture(picture(*size))
+    assert read_size({}, menu, (source,)) == nearest
+    assert read_size({}, menu, ()) == sizes[0]
 
 
 def test_models_say_how_many_pictures_they_read(server: Running) -> None:
@@ -227,14 +303,9 @@ def test_what_is_no_form_is_refused(server: Running) -> None:
         assert answer.status_code == 415 and "multipart/form-data" in answer.text
 
 
-def test_a_form_has_a_limit_of_its_own(model: Path) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lantern_hpu.serve.served.reads_pictures", lambda config: 4)
-        options = ServeOptions(str(model), methods=("ar",), slots=1, sources=1, upload_mib=1)
-        with served(options) as small:
-            large = send(small, files(encoded(picture(700, 700), "PNG")))
-            assert large.status_code == 413 and "1048576 bytes" in large.text
-            assert drawn(send(small, files(CAT)))
+def test_a_form_has_a_limit_of_its_own(server: Running) -> None:
+    large = send(server, files(encoded(picture(700, 700), "PNG")))
+    assert large.status_code == 413 and "1048576 bytes" in large.text
 
 
 def test_large_pictures_are_bounded_together(
@@ -255,13 +326,14 @@ def test_a_stream_of_chunks_may_be_long(server: Running) -> None:
     body = request.read()
     padding = b"--%b\r\n" % request.headers["content-type"].partition("boundary=")[2].encode()
     padding += b'Content-Disposition: form-data; name="image"; filename="a"\r\n\r\n'
-    whole = padding + b"x" * (process.CHUNKS + 20) * process.CHUNK_BYTES + b"\r\n" + body
+    whole = padding + b"x" * (1000 * 1000) + b"\r\n" + body
 
     def chunks(size: int) -> Iterator[bytes]:
         yield from (whole[i : i + size] for i in range(0, len(whole), size))
 
     headers = {"Content-Type": request.headers["content-type"]}
-    answer = httpx.post(server.url + PATH, content=chunks(process.CHUNK_BYTES), headers=headers)
+    answer = httpx.post(server.url + PATH, content=chunks(3500), headers=headers)
+    assert len(whole) / 3500 > process.CHUNKS
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "image"
 
 
@@ -341,18 +413,25 @@ def cats(tmp_path: Path) -> tuple[str, str]:
 
 
 def test_an_image_is_drawn_again_from_the_same_pictures_alone(
-    model: Path,
+    folder: Path,
     cats: tuple[str, str],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("lantern_hpu.commands.generate.check_sources", lambda *_: None)
+    """Without a size it is as large as the first picture, in the model's steps."""
+
+    def pixels(_: DiffusionPixels, tokens: Any, *more: Any, **also: Any) -> list[Image.Image]:
+        return [Image.frombytes("L", (tokens.shape[1], 1), bytes(tokens[0].tolist()))]
+
+    monkeypatch.setattr(DiffusionPixels, "__call__", pixels)
     first, again = tmp_path / "first.png", tmp_path / "again.png"
-    words = ["--model", str(model), "--prompt", "red cat", "--image", cats[0], "--image", cats[1]]
-    assert generate.main([*words, "--output", str(first)]) == 0
-    stored = read_png(first)["config"]["sources"]
-    assert [source["digest"] for source in stored] == DIGESTS
+    words = ["--model", str(folder), "--method", "ar", "--prompt", "red cat"]
+    pictures = ["--image", cats[0], "--image", cats[1]]
+    assert generate.main([*words, *pictures, "--output", str(first)]) == 0
+    stored = read_png(first)["config"]
+    assert [source["digest"] for source in stored["sources"]] == DIGESTS
+    assert stored["size"] == [64, 96]
     words = ["--from-png", str(first), "--output", str(again)]
     wrong = {
         (): "0 are given",
@@ -360,14 +439,14 @@ def test_an_image_is_drawn_again_from_the_same_pictures_alone(
         (cats[1], cats[0]): "these are others",
     }
     for given, why in wrong.items():
-        pictures = [part for file in given for part in ("--image", file)]
-        assert generate.main([*words, *pictures]) == 2
+        others = [part for file in given for part in ("--image", file)]
+        assert generate.main([*words, *others]) == 2
         message = capsys.readouterr().err
         assert why in message and "--image" in message and not again.exists()
-    assert generate.main([*words, "--image", cats[0], "--image", cats[1]]) == 0
+    assert generate.main([*words, *pictures]) == 0
     assert Image.open(again).tobytes() == Image.open(first).tobytes()
-    resume = ["--model", str(model), "--prompt", "red cat", "--resume", "--output", str(first)]
-    assert generate.main([*resume, "--image", cats[0]]) == 2
+    resume = ["--model", str(folder), "--method", "ar", "--prompt", "red cat", "--resume"]
+    assert generate.main([*resume, "--image", cats[0], "--output", str(first)]) == 2
     assert "sources differ" in capsys.readouterr().err
 
 

@@ -58,7 +58,6 @@ def read_call(
     kind, quality = given.get("output_format", "png"), given.get("output_compression", 100)
     if kind == "png" and quality < 100:
         raise refuse("output_compression", quality, "100 for png, less for jpeg and webp")
-    shows = read_shows(given, menu.rows, stream)
     served = read_method(given, menu)
     try:
         if given.get("top_k", 0) > menu.vocabulary:
@@ -79,6 +78,8 @@ def read_call(
         requests = in_turn(prompts, range(count), seed, *settings)
         need = menu.spec_of(requests[0], setting.tree)
         check_graph(need, served, given)
+        rows = need.grid[0] if need.grid and menu.rows > 1 else menu.rows
+        shows = read_shows(given, rows, stream)
     except LanternError as error:
         raise translated(error) from error
     idle = [name for name in IDLE_FIELDS if given.get(name, "auto") != "auto"]
