@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +29,7 @@ from lantern_hpu.serve.calls import read_size
 from lantern_hpu.serve.decoder import DecodeThread
 from lantern_hpu.serve.options import ServeOptions
 from tests.published import LUMINA, with_settings
-from tests.test_serve import Running, lines_of, served
+from tests.test_serve import ROOT, Running, lines_of, served
 from tests.test_sources import encoded, header, picture
 
 pytest.importorskip("python_multipart")
@@ -169,11 +170,23 @@ def test_the_official_client_edits(server: Running, omni: Running, tmp_path: Pat
         assert caught.value.param == field
 
 
+def test_the_example_of_the_page_runs(
+    server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (ROOT / "docs" / "serving.md").read_text()
+    _, code = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "cat.png").write_bytes(CAT)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(code.replace("http://127.0.0.1:8000", server.url), names)
+    assert names["answer"].data[0].b64_json
+
+
 def test_pictures_on_their_way_have_the_size_that_is_drawn(omni: Running) -> None:
     """Of a prompt without pictures too."""
     client = openai.OpenAI(base_url=omni.url + "/v1", api_key="none")
     first, *_ = client.images.generate(prompt="cat", stream=True, partial_images=3)
-    assert first.type == "image_generation.partial_image" and first.size == "96x64"  # type: ignore[comparison-overlap]
+    assert first.type == "image_generation.partial_image" and first.size == "96x64"
     with Image.open(io.BytesIO(base64.b64decode(first.b64_json))) as quarter:
         assert quarter.size == SIZE[::-1] and quarter.getpixel((5, 20)) == UNKNOWN
 

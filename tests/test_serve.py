@@ -1078,7 +1078,7 @@ def test_answers_and_errors_are_those_of_the_openapi_schema(server: Running) -> 
 def test_the_examples_of_the_pages_run(model: Path, tmp_path: Path) -> None:
     """As they stand, but for the port and the model, on a server with default methods."""
     page = (ROOT / "docs" / "serving.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    code, _ = re.findall(r"```python\n(.*?)```", page, re.DOTALL)  # the second: test_edits.py
     requests = re.findall(r"curl http://127\.0\.0\.1:8000(\S+) --json '(.*?)'", page)
     tutorial = (ROOT / "docs" / "tutorial.md").read_text()
     pattern = r"curl -s http://127\.0\.0\.1:8000(\S+) .*?-d '(.*?)'.*?python3 -c \"(.*?)\"\n"
