@@ -10,11 +10,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from fastapi.testclient import TestClient
 from PIL import Image
 
 from lantern_hpu.commands import generate
@@ -25,8 +27,10 @@ from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.png import read_png
 from lantern_hpu.results.sources import MOST_PIXELS, read_picture
 from lantern_hpu.serve import edits, process
+from lantern_hpu.serve.app import make_app
 from lantern_hpu.serve.calls import read_size
 from lantern_hpu.serve.decoder import DecodeThread
+from lantern_hpu.serve.metrics import Metrics
 from lantern_hpu.serve.options import ServeOptions
 from tests.published import LUMINA, with_settings
 from tests.test_serve import ROOT, Running, lines_of, served
@@ -288,6 +292,10 @@ ORIGINS: dict[str, tuple[dict[str, str], bool]] = {
     "our page": ({"Origin": "{url}", "Sec-Fetch-Site": "same-origin"}, True),
     "our page in an old browser": ({"Origin": "{url}"}, True),
     "typed by the user": ({"Sec-Fetch-Site": "none"}, True),
+    "our page behind a proxy": (
+        {"Origin": "https://a.example", "X-Forwarded-Host": "a.example"},
+        True,
+    ),
     "another page": ({"Origin": "https://evil.example", "Sec-Fetch-Site": "cross-site"}, False),
     "a page that hides": ({"Origin": "null"}, False),
     "no origin": ({"Sec-Fetch-Site": "cross-site"}, False),
@@ -308,6 +316,25 @@ def test_pages_of_other_origins_cannot_send_forms(case: str, server: Running) ->
     form = {"prompt": "red cat", "n": "0"}  # which is refused later
     answer = httpx.post(server.url + PATH, data=form, files=files(CAT), headers=sent)
     assert answer.status_code == (400 if taken else 403), answer.text
+
+
+def test_no_more_forms_are_read_at_a_time_than_may_wait(server: Running) -> None:
+    server.app.state.uploads = server.decoder.options.queue
+    try:
+        answer = send(server, files(CAT))
+    finally:
+        server.app.state.uploads = 0
+    assert answer.status_code == 429 and answer.headers["Retry-After"]
+    send(server, files(b"no"))
+    assert server.app.state.uploads == 0
+
+
+def test_a_form_without_the_key_is_not_read(folder: Path) -> None:
+    app = make_app(offered(folder, 1, api_key="secret"), lambda: pytest.fail("it was loaded"))
+    app.state.decoder = SimpleNamespace(metrics=Metrics("tiny"))
+    client = TestClient(app, base_url="http://localhost")
+    answer = client.post(PATH, data={"prompt": "cat"}, files=files(CAT))
+    assert answer.status_code == 401 and app.state.uploads == 0
 
 
 def test_what_is_no_form_is_refused(server: Running) -> None:

@@ -156,7 +156,8 @@ class Guard:
                 what = f"Content-Encoding is {coding[:60]!r}; send the body as it is"
             raise ApiError(415, what, None, "unsupported_media_type")
         origin, site = headers.get("origin"), headers.get("sec-fetch-site", "none")
-        foreign = origin is not None and urlsplit(origin).netloc.lower() != host.lower()
+        own = Headers(scope=scope).get("host", "").lower()  # as a proxy was asked for it
+        foreign = origin is not None and urlsplit(origin).netloc.lower() != own
         if allowed.kind == FORM and (foreign or site not in ("same-origin", "none")):
             raise ApiError(403, "a web page of another origin sent this", None, "cross_origin")
 
@@ -291,7 +292,10 @@ def make_app(options: ServeOptions, load: Callable[[], DecodeThread]) -> FastAPI
     pages = dict[str, Any](docs_url=None, redoc_url=None)  # they load scripts from elsewhere
     app = FastAPI(title="lantern_hpu", version=__version__, lifespan=lifespan, **pages)
     app.state.options, app.state.files = options, dict[str, tuple[float, bytes]]()
-    app.state.reading = asyncio.Lock()
+    app.state.reading, app.state.uploads = asyncio.Lock(), 0
+    if options.sources:
+        with needing("python-multipart", "it splits forms", "serve"):
+            import python_multipart  # noqa: F401
     for each in (router, keyed):
         app.include_router(each)
     for place in sglang.PLACES if options.sglang else ():

@@ -7,6 +7,7 @@ large one is in a temporary file until it is read.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -32,28 +33,42 @@ HELD_PIXELS = 4 * MOST_PIXELS  # of pictures of requests under way, at 3 bytes e
 
 async def read_edit(request: Request, decoder: DecodeThread) -> ParsedRequest:
     """What is to be drawn; raises an ApiError for what cannot be, once the body is read."""
+    state = request.app.state
+    if state.uploads >= decoder.options.queue:
+        await read_rest(request)
+        raise full("other requests with pictures are read")
+    state.uploads += 1
     try:
-        with needing("python-multipart", "it splits forms", "serve"):
-            form = await request.form(
-                max_files=MOST_FILES, max_fields=MOST_FIELDS, max_part_size=MOST_FIELD
-            )
+        form = await read_form(request)
+        try:
+            fields, files = form_parts(form)
+            asked = parsed(EditsRequest, fields, strict=False)
+            if len(files) > decoder.served.sources:
+                allowed = f"1 to {decoder.served.sources}"
+                raise refuse("image", f"{len(files)} pictures", allowed)
+            async with state.reading:  # one request at a time: pictures are large
+                sources = await read_sources(files, decoder)
+        finally:
+            await form.close()
+    finally:
+        state.uploads -= 1
+    return calls.read_call(asked, decoder.served, sources)
+
+
+async def read_form(request: Request) -> FormData:
+    limits = {"max_files": MOST_FILES, "max_fields": MOST_FIELDS, "max_part_size": MOST_FIELD}
+    try:
+        return await request.form(**limits)
     except ApiError:  # of the body
         raise
     except Exception as error:  # a damaged form may raise anything
         await read_rest(request)
         why = getattr(error, "detail", "it is cut off or damaged")
         raise ApiError(400, f"the form cannot be read: {why}", None, "invalid_form") from error
-    try:
-        fields, files = form_parts(form)
-        asked = parsed(EditsRequest, fields, strict=False)
-        most = decoder.served.sources
-        if len(files) > most:
-            raise refuse("image", f"{len(files)} pictures", f"1 to {most}")
-        async with request.app.state.reading:  # one at a time: pictures are large
-            sources = await read_sources(files, decoder)
-    finally:
-        await form.close()
-    return calls.read_call(asked, decoder.served, sources)
+
+
+def full(why: str) -> ApiError:
+    return ApiError(429, f"{why}; try again", None, "queue_full", {"Retry-After": "5"})
 
 
 async def read_rest(request: Request) -> None:
@@ -98,16 +113,16 @@ async def read_sources(
         except LanternError as error:
             raise calls.translated(error) from error
         sources.append(source)
-        if pixels(sources) > MOST_PIXELS:
+        size = pixels(sources)
+        if size > MOST_PIXELS:
             raise refuse("image", f"{len(files)} pictures", f"{MOST_PIXELS} pixels together")
-        if held + pixels(sources) > HELD_PIXELS:
-            what, headers = "too many pictures wait", {"Retry-After": "5"}
-            raise ApiError(429, what, None, "queue_full", headers)
+        if held + size > HELD_PIXELS:
+            raise full("too many pictures wait")
     return tuple(sources)
 
 
 def pixels(sources: Sequence[SourcePicture]) -> int:
-    return sum(source.picture.width * source.picture.height for source in sources)
+    return sum(math.prod(source.size) for source in sources)
 
 
 def held_pixels(decoder: DecodeThread) -> int:
