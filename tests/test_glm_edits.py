@@ -29,6 +29,7 @@ from lantern_hpu.results.sources import read_picture
 from lantern_hpu.zoo.find import find_parts
 from tests.emulated import emulated, rules
 from tests.marks import mostly_slow
+from tests.test_glm_draws import p_value, reference_order
 from tests.test_glm_image import GREEDY, PROMPTS, opened, pipeline_of, reference
 
 pytest.importorskip("transformers.models.glm_image")
@@ -220,6 +221,30 @@ def my_logits(model: ImageModel, requests: Sequence[Request], tokens: Tensor) ->
     return model.target.head(hidden[:, config.prefix - 1 :])
 
 
+def their_logits(
+    theirs: Any, inputs: Any, own: Sequence[Sequence[SourcePicture]], tokens: Tensor
+) -> Tensor:
+    """Of each of these tokens [B, N], over whole sequences and with transformers' own positions: [B, N, V]."""
+    ids = inputs["input_ids"].clone()
+    ids[ids == theirs.config.image_token_id] = their_codes(theirs, inputs, own)
+    first, _ = theirs.model.get_rope_index(
+        inputs["input_ids"],
+        inputs["image_grid_thw"],
+        inputs["images_per_sample"],
+        inputs["attention_mask"],
+    )
+    drawn = theirs.model._cached_decode_position_ids[:, :, : tokens.shape[1] - 1]
+    mask = torch.cat([inputs["attention_mask"], torch.ones_like(tokens[:, :-1])], 1)
+    out = theirs.model.language_model(
+        input_ids=torch.cat([ids, tokens[:, :-1]], 1),
+        attention_mask=mask,
+        position_ids=torch.cat([first, drawn.movedim(1, 0)], 2),
+        use_cache=False,
+    )
+    logits: Tensor = theirs.lm_head(out[0][:, ids.shape[1] - 1 :])
+    return logits
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_logits_are_those_of_transformers(folder: Path, count: int) -> None:
     """Of every token, of prompts of unequal lengths with sources of unequal sizes in one batch."""
@@ -230,23 +255,7 @@ def test_logits_are_those_of_transformers(folder: Path, count: int) -> None:
     inputs = inputs_of(processor, model, PROMPTS, own, grid)
     tokens = torch.randint(64, (len(PROMPTS), 15), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
-        ids = inputs["input_ids"].clone()
-        ids[ids == theirs.config.image_token_id] = their_codes(theirs, inputs, own)
-        first, _ = theirs.model.get_rope_index(
-            inputs["input_ids"],
-            inputs["image_grid_thw"],
-            inputs["images_per_sample"],
-            inputs["attention_mask"],
-        )
-        drawn = theirs.model._cached_decode_position_ids[:, :, :14]
-        mask = torch.cat([inputs["attention_mask"], torch.ones_like(tokens[:, :-1])], 1)
-        out = theirs.model.language_model(
-            input_ids=torch.cat([ids, tokens[:, :-1]], 1),
-            attention_mask=mask,
-            position_ids=torch.cat([first, drawn.movedim(1, 0)], 2),
-            use_cache=False,
-        )
-        want = theirs.lm_head(out[0][:, ids.shape[1] - 1 :])
+        want = their_logits(theirs, inputs, own, tokens)
         got = my_logits(model, requests, tokens)
     assert want.std() > 0.5
     torch.testing.assert_close(got[..., :64], want[..., :64], atol=1e-4, rtol=0)
@@ -289,6 +298,21 @@ def test_greedy_pictures_are_those_of_transformers(folder: Path, count: int) -> 
     assert len(want.unique()) > 2
     for method in METHODS:
         assert (drawn(pipeline, [sources], method).tokens == result.tokens).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ar", *METHODS])
+def test_edits_are_distributed_as_transformers_draws_them(folder: Path, method: str) -> None:
+    pipeline, (theirs, processor) = pipeline_of(folder), reference(folder)
+    sampling, grid = Sampling(1.0, 2.0, 10, 0.8), (3, 5)
+    own = [(painted(64 + 32 * (i % 3), 96, i),) for i in range(40)]
+    tokens = torch.from_numpy(drawn(pipeline, own, method, sampling).tokens)
+    prompts = [PROMPTS[i % 3] for i in range(len(own))]
+    with torch.no_grad():
+        inputs = inputs_of(processor, pipeline.model, prompts, own, grid)
+        logits = their_logits(theirs, inputs, own, tokens)[..., : pipeline.model.codes]
+    probs = reference_order(logits.flatten(0, 1), sampling)
+    assert p_value(probs, tokens.flatten()) > 1e-3
 
 
 def test_sources_change_what_is_drawn(folder: Path) -> None:

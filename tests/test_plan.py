@@ -81,7 +81,7 @@ KNOWN = {
     **{"llamagen-c2i-xl-384": 846.6, "llamagen-c2i-xxl-384": 1482.9, "llamagen-c2i-3b-384": 3168.5},
     **dict.fromkeys(("anole-7b", "lumina-mgpt-7b-768"), 7351.9),
     **dict.fromkeys(("lumina-mgpt-7b-512", "lumina-mgpt-7b-1024"), 6847.5),
-    "lumina-mgpt-7b-768-omni": 6847.5,
+    "lumina-mgpt-7b-omni": 6847.5,
     **{"janus-pro-1b": 1556.9, "janus-pro-7b": 6663.7, "janus-4o-7b": 6663.7},
     **{
         "lumina-mgpt-2.0": 7407.1,

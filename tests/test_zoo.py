@@ -48,7 +48,7 @@ def test_the_known_models_are_all_there() -> None:
         *("llamagen-c2i-xl-384", "llamagen-c2i-xxl-384", "llamagen-c2i-3b-384", "anole-7b"),
         *("janus-pro-1b", "janus-pro-7b", "janus-4o-7b"),
         *("lumina-mgpt-7b-512", "lumina-mgpt-7b-768", "lumina-mgpt-7b-1024"),
-        "lumina-mgpt-7b-768-omni",
+        "lumina-mgpt-7b-omni",
         *("lumina-mgpt-2.0", "emu3-gen", "emu3.5-image", "u0-4b"),
         *("simplear-0.5b-512", "simplear-0.5b-1024", "simplear-1.5b-512", "simplear-1.5b-1024"),
         "mammothmoda2-preview",
