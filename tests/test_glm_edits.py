@@ -280,7 +280,7 @@ def drawn(
     return pipeline.draw(requests, setting, batch, decode=False)
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", mostly_slow([1, 2], 2))
 def test_greedy_pictures_are_those_of_transformers(folder: Path, count: int) -> None:
     """To the last token, with pixels given to their `generate`; every method draws what `ar` draws."""
     pipeline, (theirs, processor) = pipeline_of(folder), reference(folder)
@@ -323,6 +323,7 @@ def test_sources_change_what_is_drawn(folder: Path) -> None:
     assert len(set(found)) == len(own)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["ar", "scd@8"])
 def test_an_image_does_not_depend_on_its_batch(folder: Path, method: str) -> None:
     """One by one, all at once, through fewer slots, and in another order; sources of unequal sizes and numbers."""
@@ -337,6 +338,7 @@ def test_an_image_does_not_depend_on_its_batch(folder: Path, method: str) -> Non
         assert (alone.tokens == together[i : i + 1]).all()
 
 
+@pytest.mark.slow
 def test_text_prompts_draw_the_same_after_an_edit(folder: Path) -> None:
     """A model that read pictures draws from words as one that never did."""
     fresh = LanternPipeline.from_pretrained(
@@ -351,9 +353,9 @@ def test_text_prompts_draw_the_same_after_an_edit(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("device", "graphs", "method"),
     [
-        ("cpu", "strict", "ar"),
         *mostly_slow(
             [
+                ("cpu", "strict", "ar"),
                 ("hpu", "hpu_graph", "scd@8"),
                 ("cpu", "strict", "scd@8"),
                 ("hpu", "hpu_graph", "ar"),
@@ -393,7 +395,7 @@ def whole(folder: Path) -> LanternPipeline:
     return pipeline
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", mostly_slow([1, 2], 2))
 def test_pictures_are_those_of_diffusers(folder: Path, count: int) -> None:
     """Its pipeline, called with the same codes and what the model saw of the sources."""
     pytest.importorskip("diffusers")

@@ -122,13 +122,14 @@ def test_greedy_pictures_are_those_of_transformers(folder: Path, pipeline: Lante
     assert len(np.unique(tokens)) > 4
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", mostly_slow(METHODS, "scd@8"))
 def test_every_method_draws_what_ar_draws(pipeline: LanternPipeline, method: str) -> None:
     requests = requests_of(["dog"], [painted(300, 500)], Sampling(3.0, 0.0))
     want = pipeline.draw(requests, pipeline.resolve("ar"), decode=False).tokens
     assert (pipeline.draw(requests, pipeline.resolve(method), decode=False).tokens == want).all()
 
 
+@pytest.mark.slow
 def test_an_image_does_not_depend_on_its_batch(pipeline: LanternPipeline) -> None:
     own = [painted(300, 500), painted(500, 200), painted(200, 200)]
     requests = requests_of(("make it red", "dog", "a cat"), own, pipeline.model.sampling)
@@ -138,6 +139,7 @@ def test_an_image_does_not_depend_on_its_batch(pipeline: LanternPipeline) -> Non
         assert (pipeline.draw([request], setting, decode=False).tokens == together[i]).all()
 
 
+@pytest.mark.slow
 def test_the_picture_is_of_the_source_s_size(pipeline: LanternPipeline) -> None:
     image = pipeline("make it red", image=painted(200, 300).picture, height=64, width=96).images[0]
     assert image.size == (96, 64)

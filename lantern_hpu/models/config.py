@@ -325,11 +325,10 @@ class VisionConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        sizes = (self.dim, self.layers, self.heads, self.ffn_dim, self.patch, self.side)
-        if min(*sizes, self.code_dim, self.least) < 1 or self.layers > MOST_LAYERS:
+        sizes = [size for size in vars(self).values() if isinstance(size, int)]
+        whole = min(sizes) > 0 and self.layers <= MOST_LAYERS and not self.dim % self.heads
+        if not whole or self.least % self.step or self.most % self.step:
             raise ValueError(f"sizes that no vision tower has: {sizes}")
-        if self.dim % self.heads or self.least % self.step or self.most % self.step:
-            raise ValueError(f"{self.heads} heads of {self.dim}, sources in steps of {self.step}")
 
     @property
     def step(self) -> int:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from lantern_hpu.methods.request import check_count
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 MOST_PIXELS = 64_000_000  # of a source, known from its header before it is decoded
+TOO_LARGE = "it has too many pixels", f"at most {MOST_PIXELS // 10**6} million"
 LEAST_SIDE = 16  # in pixels
 MOST_ASPECT = 4  # of the longer side to the shorter one
 WHITE = (255, 255, 255)
@@ -45,11 +44,9 @@ def read_picture(given: Any, name: str = "") -> SourcePicture:
         why = f"it is of type {type(given).__name__}"
         raise refused(name, why, "a picture of PIL, or the path of a file")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit is ours
-            image = Image.open(io.BytesIO(given), formats=FORMATS)
-    except Image.DecompressionBombError as error:
-        raise too_large(name) from error
+        image = Image.open(io.BytesIO(given), formats=FORMATS)
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise refused(name, *TOO_LARGE) from error
     except Exception as error:  # a damaged header may raise anything
         raise refused(name, "it is not a PNG, JPEG or WebP file") from error
     with image:
@@ -82,7 +79,7 @@ def check_size(image: Image.Image, name: str) -> None:
     short, long = sorted(image.size)
     size = f"it is {image.width} x {image.height}"
     if short * long > MOST_PIXELS:
-        raise too_large(name)
+        raise refused(name, *TOO_LARGE)
     if short < LEAST_SIDE:
         raise refused(name, size, f"sides of {LEAST_SIDE} pixels or more")
     if long > MOST_ASPECT * short:
@@ -91,8 +88,6 @@ def check_size(image: Image.Image, name: str) -> None:
 
 def upright_rgb(image: Image.Image) -> Image.Image:
     """A picture of its own: turned as its EXIF says, on white, RGB."""
-    if getattr(image, "n_frames", 1) > 1:
-        image.seek(0)
     image.load()
     turned = ImageOps.exif_transpose(image)
     if turned.mode.startswith("I"):  # 16 bits of grey
@@ -108,11 +103,6 @@ def refused(name: str, why: str, hint: str = "") -> OptionError:
     return OptionError(words(Arg("image"), f"{name} cannot be read".lstrip()), why, hint)
 
 
-def too_large(name: str) -> OptionError:
-    most = f"at most {MOST_PIXELS // 10**6} million"
-    return refused(name, "it has too many pixels", most)
-
-
 def sources_of(image: Any, prompts: int) -> list[tuple[SourcePicture, ...]]:
     """Sources of each prompt: of one picture, of a list that all prompts share, or of a list of lists, one a prompt.
 
@@ -121,17 +111,12 @@ def sources_of(image: Any, prompts: int) -> list[tuple[SourcePicture, ...]]:
     """
     if image is None:
         return [()] * prompts
-    several = isinstance(image, Sequence) and not isinstance(image, str | bytes)
-    given = list(image) if several else [image]
-    nested = [
-        one for one in given if isinstance(one, Sequence) and not isinstance(one, str | bytes)
-    ]
+    given = list(image) if isinstance(image, list | tuple) else [image]
+    nested = [one for one in given if isinstance(one, list | tuple)]
     if not nested:
         return [tuple(map(read_picture, given))] * prompts
     check_count("image", given, prompts)
     if len(nested) < len(given) or len({len(one) for one in nested}) > 1:
-        why = "all pictures of a call have as many sources"
-        raise OptionError(
-            words(Arg("image"), "has lists of unequal length"), why, "a call for each"
-        )
+        what = words(Arg("image"), "has lists of unequal length")
+        raise OptionError(what, "all pictures of a call have as many sources", "a call for each")
     return [tuple(map(read_picture, one)) for one in nested]

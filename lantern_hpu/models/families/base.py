@@ -3,7 +3,6 @@ names and sizes of transformers' Llama."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -211,8 +210,8 @@ class Family:
     # Tensors that no file holds, by the names that the recipe uses
     computed: Callable[[TransformerConfig], dict[str, Tensor]] = lambda _: {}
     tied: bool = False  # whether the head is the embedding where config.json does not say
-    vision: Callable[[Files], VisionConfig | None] = lambda _: None  # what makes codes of pictures
-    vision_names: Rules = ()  # its tensors, and what they are called here
+    # What makes codes of pictures where no tokenizer does, and its weights
+    vision: Callable[[Files], tuple[VisionConfig | None, Stored | None]] = lambda _: (None, None)
     generation: str = ""  # a file next to the weights with settings of sampling
     diffusion: bool = False  # whether a diffusion model makes pictures of its codes and prompt
     states: bool = False  # whether another program makes pictures, of its hidden states
@@ -280,16 +279,9 @@ class Family:
         target = with_tied_head(target, recipe, files.hf_config, self.tied)
         target = replace(target, note=target.note or note)
         weights = Stored(target, recipe, self.ignored)
-        vision = self.vision(named)
+        vision, tower = self.vision(named)
         sizes = ModelConfig(config, condition, codebook=vectors, vision=vision)
-        tower = None if vision is None else Stored(self.vision_part(named.checkpoint))
         return Published(sizes, weights, tokenizer, sampling, tower)
-
-    def vision_part(self, checkpoint: Checkpoint) -> Checkpoint:
-        """The tensors of what makes codes of pictures, by our names."""
-        patterns = [pattern for pattern, _ in self.vision_names]
-        part = checkpoint.only(lambda name: any(re.match(each, name) for each in patterns))
-        return part.rewritten(self.vision_names)
 
     def split(self, checkpoint: Checkpoint) -> tuple[Checkpoint, Checkpoint | None]:
         """The target's tensors, and those of a whole image tokenizer."""

@@ -8,6 +8,7 @@ preview, then the picture; pixels are made by the diffusion model that is publis
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,13 +29,13 @@ from lantern_hpu.models.families.base import (
     llama_config,
     llama_recipe,
 )
-from lantern_hpu.models.files.checkpoint import Source
+from lantern_hpu.models.files.checkpoint import Source, Stored
 from lantern_hpu.models.files.names import settings_beside
 from lantern_hpu.ops.grammar import NEVER
 
 TEXT = "model.language_model."
 PROCESSOR = "GlmImageProcessor"  # whose rule for the preview's size is known
-VISUAL = "model.visual."
+VISUAL, QUANT = "model.visual.", "model.vqmodel.quant_conv."
 # Of config.json and of the settings of pictures, the known values of those that change what is read
 VISION_KEYS = {
     "vision_config.hidden_act": "gelu",
@@ -123,12 +124,18 @@ def paired_rows(config: TransformerConfig) -> tuple[tuple[int, int], ...]:
     return (*rows, (end, end + config.kv_width))
 
 
-def vision_config(files: Files) -> VisionConfig | None:
-    """Sizes of what reads pictures; None where the files lack it."""
-    shapes = files.checkpoint.shapes
-    patches = shapes.get(f"{VISUAL}patch_embed.proj.weight")
-    if patches is None:
-        return None
+def vision_tower(files: Files) -> tuple[VisionConfig | None, Stored | None]:
+    """What reads pictures, and its weights; None where the files lack it."""
+    part = files.checkpoint.only(lambda name: name.startswith((VISUAL, QUANT)))
+    part = part.renamed(lambda name: name.removeprefix(VISUAL).replace(QUANT, "quant_conv."))
+    if "patch_embed.proj.weight" not in part:
+        return None, None
+    return vision_config(files, part.shapes), Stored(part)
+
+
+def vision_config(files: Files, shapes: Mapping[str, tuple[int, ...]]) -> VisionConfig:
+    """Sizes by config.json and by the tower's tensors."""
+    patches = shapes["patch_embed.proj.weight"]
     stated: dict[str, Any] = files.hf_config["vision_config"]
     check_keys(files.checkpoint, files.hf_config, VISION_KEYS)
     settings = image_processor(files.parts.text)
@@ -146,10 +153,10 @@ def vision_config(files: Files) -> VisionConfig | None:
         dim=patches[0],
         layers=files.checkpoint.count(f"{VISUAL}blocks."),
         heads=int(stated["num_heads"]),
-        ffn_dim=shapes[f"{VISUAL}blocks.0.mlp.fc1.weight"][0],
+        ffn_dim=shapes["blocks.0.mlp.fc1.weight"][0],
         patch=patches[-1],
-        side=math.isqrt(shapes[f"{VISUAL}embeddings.position_embedding.weight"][0]),
-        code_dim=shapes["model.vqmodel.quant_conv.weight"][0],
+        side=math.isqrt(shapes["embeddings.position_embedding.weight"][0]),
+        code_dim=shapes["quant_conv.weight"][0],
         least=limits[0],
         most=limits[1],
         problem=problem,
@@ -215,6 +222,5 @@ GLM_IMAGE = Family(
     computed=spare_bias,
     generation="generation_config.json",
     diffusion=True,
-    vision=vision_config,
-    vision_names=((rf"^{VISUAL}", ""), (r"^model\.vqmodel\.quant_conv", "quant_conv")),
+    vision=vision_tower,
 )

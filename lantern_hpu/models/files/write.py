@@ -134,7 +134,7 @@ def model_json(model: ImageModel, files: dict[str, str]) -> dict[str, Any]:
         "vq": asdict(config.vq) if config.vq else None,
         **({"codebook": config.codebook} if config.codebook else {}),
         **({"pixels": str(model.pixels_by.resolve())} if model.pixels_by else {}),
-        **({"vision": asdict(config.vision)} if config.vision else {}),
+        **({"vision": asdict(config.vision)} if config.vision and VISION in files else {}),
         **({"notes": model.notes} if model.notes else {}),
         **({"quantized": QUANTIZED_AS} if model.quantize else {}),
         "sampling": asdict(model.sampling),
