@@ -47,9 +47,12 @@ class TunedRow:
 
     @property
     def name(self) -> str:
-        if self.expected is None:  # a window
-            return self.tree.name.replace(":", "@") if self.tree.depth else "ar"
         return self.tree.name if self.tree.depth else "ar"
+
+    @property
+    def shown(self) -> str:
+        """A tree's name; a window as the setting that draws with it."""
+        return self.name if self.expected else self.name.replace(":", "@")
 
     def times_as_fast(self, other: TunedRow) -> tuple[float, ...]:
         """How many times as fast as another: as expected, where that is known of both, and as measured."""
@@ -88,7 +91,7 @@ class TuningResult:
             mine, least = row.measured.ms_per_step, ar.measured.ms_per_step
             if mine < LEAST_STEP * least:
                 took = f"a step over {row.tree.size} tokens took {mine:.1f} ms"
-                cannot = f"{row.name} cannot be faster than its tokens a step"
+                cannot = f"{row.shown} cannot be faster than its tokens a step"
                 return f"{took}, one of ar {least:.1f}: {cannot}"
         if self.spread > MOST_SPREAD:
             took = (
@@ -129,14 +132,14 @@ def tuning_table(tuning: TuningResult) -> str:
     for row in tuning.rows:
         kinds = [asdict(figures) for figures in (row.expected, row.measured) if figures is not None]
         figures = [*zip(*(kind.values() for kind in kinds), strict=True), row.times_as_fast(ar)]
-        shape = [row.name, str(row.tree.size)]
+        shape = [row.shown, str(row.tree.size)]
         if of_trees:
             figures.append(tuned.times_as_fast(row))
             shape.append(str(row.tree.depth))
         lines.append(shape + [" -> ".join(f"{value:.2f}" for value in each) for each in figures])
     head = ["window", "nodes", *FIGURES]
     if of_trees:
-        head = ["expected -> measured", "nodes", "depth", *FIGURES, f"{tuned.name} is x"]
+        head = ["expected -> measured", "nodes", "depth", *FIGURES, f"{tuned.shown} is x"]
     return Table(head, lines).markdown()
 
 
@@ -148,12 +151,12 @@ def fastest_text(tuning: TuningResult) -> str:
     hoped = f" (expected {expected[0]:.2f})" if expected else ""
     if tuning.ar_wins:
         what = "tree" if expected else "window"
-        line = f"ar wins: the fastest {what}, {best.name}, draws {gain:.2f} times as fast{hoped}"
+        line = f"ar wins: the fastest {what}, {best.shown}, draws {gain:.2f} times as fast{hoped}"
     else:
-        line = f"{best.name} draws {gain:.2f} times as fast as ar{hoped}"
+        line = f"{best.shown} draws {gain:.2f} times as fast as ar{hoped}"
     if expected and best is not tuned:
         lead = best.times_as_fast(tuned)[-1]
-        line += f"\n{best.name} was measured {lead:.2f} times as fast as {tuned.name}, the best expected"
+        line += f"\n{best.shown} was measured {lead:.2f} times as fast as {tuned.shown}, the best expected"
     return line
 
 
