@@ -142,7 +142,7 @@ def test_a_state_is_counted_as_it_is_allocated(tree: str, is_open: bool) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["ar", "scd", "sjd-pac"])
-@pytest.mark.parametrize("name", ["janus-pro", "lumina-mgpt", "emu3"])
+@pytest.mark.parametrize("name", ["janus-pro", "lumina-mgpt", "emu3", "emu3.5-image"])
 def test_a_plan_covers_what_a_card_holds_at_its_peak(public: Path, name: str, method: str) -> None:
     """Loading, prefill, a step and a picture on the emulated card, which counts what is alive."""
     from lantern_hpu.core import Request

@@ -103,7 +103,9 @@ def test_the_same_of_drafters_and_text_encoders(how: str, public: Path, tmp_path
     )
 
 
-@pytest.mark.parametrize("name", ["anole", "janus-pro", "emu3-authors", "lumina-mgpt"])
+@pytest.mark.parametrize(
+    "name", ["anole", "janus-pro", "emu3-authors", "lumina-mgpt", "emu3.5-image"]
+)
 def test_a_model_that_was_part_of_another_is_read(name: str, public: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(public / name, tmp_path / name))
     known = open_model(find_parts(str(folder)))
