@@ -653,7 +653,7 @@ def test_relatives_of_other_tensors_are_refused(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["ar", "jacobi@4", "scd@4", "sjd-pac@2:2x1"])
+@pytest.mark.parametrize("method", ["ar", "scd@2", "sjd-pac@2:2x1"])
 def test_emu35_draws_from_its_own_distribution(
     public: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
@@ -661,7 +661,7 @@ def test_emu35_draws_from_its_own_distribution(
     small_pictures(monkeypatch, (2, 4))
     folder = public / EMU35_IMAGE
     pipeline, plain = pipeline_of(folder), pipeline_of(folder, layout="plain")
-    found = measure(pipeline, plain, pipeline.resolve(Setting.parse(method)), "red", 128)
+    found = measure(pipeline, plain, pipeline.resolve(Setting.parse(method)), "red", 64)
     assert found.chance > 1e-4 and (found.metered or 0.0) == 0.0
 
 
