@@ -209,7 +209,7 @@ def test_what_does_not_fit_is_refused_before_weights_are_read(
     assert why in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", mostly_slow(LAYOUTS, C2I, T2I, ANOLE, JANUS, MAMMOTH, EMU35_IMAGE))
+@pytest.mark.parametrize("name", mostly_slow(LAYOUTS, C2I, T2I, ANOLE, JANUS, MAMMOTH))
 def test_converted_it_is_the_same(public: Path, tmp_path: Path, name: str) -> None:
     """In every number and every framed prompt, with the settings of its family."""
     known, options = LAYOUTS[name]

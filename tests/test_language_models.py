@@ -80,12 +80,14 @@ MODELS = (JANUS, HUB_JANUS, LUMINA, EMU3, AUTHORS_EMU3)
 SIDES = dict(zip(MODELS, (128, 128, 512, 64, 64), strict=True))  # pixels
 
 
-def greedy(folder: Path, prompts: Sequence[str], scale: float, **how: Any) -> Tensor:
+def greedy(
+    folder: Path, prompts: Sequence[str], scale: float, method: str = "ar", **how: Any
+) -> Tensor:
     """Tokens of one batch [B, N], at temperature 0."""
     settings = Sampling(scale, 0.0)
     requests = [Request(prompt, i, settings) for i, prompt in enumerate(prompts)]
     pipeline = pipeline_of(folder, **how)
-    result = pipeline.draw(requests, pipeline.resolve("ar"))
+    result = pipeline.draw(requests, pipeline.resolve(Setting.parse(method)))
     return torch.from_numpy(result.tokens)
 
 
@@ -582,6 +584,8 @@ def test_greedy_pictures_are_those_of_transformers(
         folder = with_settings(folder, tmp_path / "swin", swin_norm=True)
     mine, theirs = greedy(folder, PROMPTS, 3.0), THEIRS[name](folder)
     assert torch.equal(mine, greedy(folder, PROMPTS, 3.0, layout="plain"))
+    if name == EMU35_IMAGE:
+        assert torch.equal(mine, greedy(folder, PROMPTS, 3.0, "scd@4"))
     config = opened(folder).config.target
     columns = config.grid[1]
     assert config.parameters == sum(p.numel() for p in opened(folder).target.parameters())
