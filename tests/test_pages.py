@@ -268,6 +268,7 @@ NOT_RUN = {
     r"doctor": "asks the machine; test_doctor.py",
     r"scripts\.(checkpoints|embedded_model)": "hours, or gigabytes; test_scripts.py is smaller",
     r"scripts\.(measure|docs|release)": "minutes of measuring; their tests are of toy sizes",
+    r"fidelity": "minutes of drawing; test_fidelity.py is of a toy size",
     r"(bench|compare|tune|evaluate|train|stretch|lint|generate)": "README, recipes and tutorial run others",
 }
 
