@@ -85,8 +85,7 @@ static uint8_t BYTES[2][128] __attribute__((aligned(64)));  /* of 0 to 127 as bf
 #define WIDE (PANEL / LANES)  /* vectors of a panel */
 #define TAKEN (PAIRS + 1)  /* inputs in one step of a product, and the bytes of a panel's weights for them */
 #define STEP (TAKEN * PANEL * (int)sizeof(STORED))
-#define WIDENED (TAKEN * PANEL * (int)sizeof(__typeof__(__builtin_choose_expr(SMALL, (INPUT)0, (STORED)0))))
-#define STEPS (NEAR / WIDENED)
+#define STEPS (NEAR / STEP)
 
 /* Instruction sets only grow: AVX2 with FMA and F16C; AVX512; AVX512 with products of bfloat16 pairs. */
 #pragma GCC push_options

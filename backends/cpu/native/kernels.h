@@ -4,8 +4,7 @@
  * PAIRS, two inputs of an output lie together; other bfloat16 numbers lie as MIXED: the outputs of two vectors take turns,
  * as a shift and a mask then make floats of them. A gated matrix has in each panel half gates, half what they gate.
  *
- * Numbers of 8 bits are widened in registers, or where several tiles of rows read them, into the nearest cache; the scales
- * of their rows follow all panels. With PAIRS a byte is a sign and a size, whose two bytes as bfloat16 are looked up. */
+ * Numbers of 8 bits are widened in registers, by each tile that reads them; the scales of their rows follow all panels. With PAIRS a byte is a sign and a size, whose two bytes as bfloat16 are looked up. */
 
 /* ---------------------------------------------------------------- vectors */
 
@@ -163,16 +162,14 @@ static void NAME(put)(const Sink *sink, const Matrix *matrix, int64_t row, int64
 /* Add `count` rows by `steps` steps of a panel to `wide` vectors of their sums. Meanwhile what follows is fetched, by
  * `bytes` further at each step. */
 ALWAYS void NAME(tile)(
-    const int count, const int wide, const int small, char *widened, const INPUT *x, int64_t in, const char *w, int64_t steps, V *kept,
-    const char *next, int64_t bytes) {
+    const int count, const int wide, const INPUT *x, int64_t in, const STORED *w, int64_t steps, V *kept, const char *next, int64_t bytes) {
     V sum[TILE][WIDE];
     for (int i = 0; i < count; i++)
         for (int j = 0; j < wide; j++) sum[i][j] = kept[i * WIDE + j];
-    for (int64_t k = 0; k < steps; k++, w += small ? STEP : WIDENED, next += bytes) {
+    for (int64_t k = 0; k < steps; k++, w += TAKEN * PANEL, next += bytes) {
         NAME(Factor) b[WIDE];
-        if (small) NAME(widen)((const STORED *)w, wide, b);
+        if (SMALL) NAME(widen)(w, wide, b);
         else for (int j = 0; j < wide; j++) b[j] = NAME(factor)(w, j);
-        if (small && widened) memcpy(widened + k * WIDENED, b, (size_t)wide * sizeof(b[0]));
         for (int j = 0; j < STEP; j += 64) _mm_prefetch(next + j, _MM_HINT_T0);
 #pragma GCC unroll 6
         for (int i = 0; i < count; i++) {
@@ -184,11 +181,7 @@ ALWAYS void NAME(tile)(
         for (int j = 0; j < wide; j++) kept[i * WIDE + j] = sum[i][j];
 }
 
-#define TILE_OF(count) \
-    case count: \
-        if (small) NAME(tile)(count, AT_ONCE(count), 1, tiles > 1 ? widened : 0, from, in, (const char *)(w + TAKEN * LANES * vector), steps, to, next, bytes); \
-        else NAME(tile)(count, AT_ONCE(count), 0, 0, from, in, read, steps, to, next, bytes); \
-        break;
+#define TILE_OF(count) case count: NAME(tile)(count, AT_ONCE(count), from, in, part_of, steps, to, next, bytes); break;
 /* x [rows, in] by the panels of each thread of a team, some rows and some steps over the inputs at a time, so that
  * weights are read from the nearest cache but once. What follows comes from memory meanwhile: for one part some steps
  * ahead, for several a share of the next steps with each, as memory would be idle while they multiply. */
@@ -196,7 +189,6 @@ static void NAME(multiply)(const INPUT *x, int64_t rows, const Matrix *matrix, c
     int64_t in = matrix->in;
     const float *scale = NAME(scales)(matrix->weight, in, matrix->out);
     V sums[SHARING][WIDE];
-    char near[SMALL ? NEAR : 1] __attribute__((aligned(64)));
 #pragma omp for schedule(static) nowait
     for (int64_t panel = 0; panel < up_to(matrix->out, PANEL) / PANEL; panel++)
         for (int64_t first = 0, some; first < rows; first += some) {
@@ -209,9 +201,7 @@ static void NAME(multiply)(const INPUT *x, int64_t rows, const Matrix *matrix, c
                 for (int64_t part = 0; part < parts; part++) {
                     int64_t t = part % tiles, vector = part / tiles * AT_ONCE(some), row = some * t / tiles;
                     const INPUT *from = x + (first + row) * in + k * TAKEN;
-                    int small = SMALL && t == 0;
-                    char *widened = near + WIDENED / WIDE * vector;
-                    const char *read = SMALL ? widened : (const char *)(w + TAKEN * LANES * vector);
+                    const STORED *part_of = w + TAKEN * LANES * vector;
                     const char *next = (const char *)w + (parts == 1 ? NEAR / 4 : STEPS * (STEP + part * bytes));
                     V *to = sums[row] + vector;
                     switch (some * (t + 1) / tiles - row) {
