@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from lantern_hpu.commands import generate, pixels
 from lantern_hpu.core import Request, Sampling, SourcePicture
 from lantern_hpu.decode.memory import Setup, weights
 from lantern_hpu.errors import OptionError
@@ -477,6 +478,19 @@ def test_a_converted_folder_reads_pictures_too(folder: Path, tmp_path: Path) -> 
     )
     own = [SOURCES[2]]
     assert (drawn(again, own).tokens == drawn(pipeline, own).tokens).all()
+
+
+def test_saved_tokens_of_an_edit_are_not_taken_for_those_of_words(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their pixels are made of the sources too, which the file does not hold."""
+    cat, file = tmp_path / "cat.png", tmp_path / "t.npz"
+    SOURCES[1][0].picture.save(cat)
+    args = ["--model", str(folder), "--device", "cpu"]
+    line = ["--prompt", "dog", "--image", str(cat), "--save-tokens", str(file), "--method", "ar"]
+    assert generate.main([*args, *line]) == 0
+    assert pixels.main([str(file), *args, "--output", str(tmp_path / "x.png")]) == 2
+    assert "drawn from pictures" in capsys.readouterr().err
 
 
 def test_memory_counts_the_tower_where_pictures_are_read(folder: Path) -> None:

@@ -197,6 +197,9 @@ def diffused(
     if len(grid) != 2 or len(saved.seeds) != len(saved.tokens):
         hint = "a .npz of `generate --save-tokens`"
         raise OptionError(what, "their grid and seeds are not known", hint)
+    if any(one.get("config", {}).get("sources") for one in saved.metadata):
+        hint = "`generate --image` with the same pictures and `--output`"
+        raise OptionError(what, "they were drawn from pictures, which it reads as well", hint)
     if saved.tokens.shape[1] != grid[0] * grid[1]:
         why = f"{saved.tokens.shape[1]} a picture, the grid has {grid[0]} x {grid[1]}"
         raise OptionError(what, why)
