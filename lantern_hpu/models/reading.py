@@ -25,7 +25,7 @@ MOST_ASPECT = 4  # of the longer side to the shorter one
 
 
 class Reader(ABC):
-    """Makes codes of sources; those of the last ones are kept by their digests."""
+    """Makes codes of sources; those of the last ones are kept by their digests, without the pictures."""
 
     code_pixels: int  # of what the model sees of a source, along a code
 
@@ -169,8 +169,6 @@ class GlmImageReader(Reader):
 
     def prepared(self, source: SourcePicture) -> Image.Image:
         height, width = self.size(source)
-        if (height, width) == source.size:
-            return source.picture
         return source.picture.resize((width, height), Image.Resampling.LANCZOS)
 
     def loaded(self) -> VisionTower:
