@@ -32,6 +32,7 @@ from lantern_hpu.serve.calls import read_size
 from lantern_hpu.serve.decoder import DecodeThread
 from lantern_hpu.serve.metrics import Metrics
 from lantern_hpu.serve.options import ServeOptions
+from tests.marks import mostly_slow
 from tests.published import LUMINA, with_settings
 from tests.test_serve import ROOT, Running, lines_of, served
 from tests.test_sources import encoded, header, picture
@@ -133,7 +134,7 @@ CLIENTS: dict[str, tuple[dict[str, str], str, tuple[Any, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("client", mostly_slow(CLIENTS, "Open WebUI", "LibreChat", "LiteLLM"))
 def test_forms_of_programs_are_drawn(client: str, server: Running, tmp_path: Path) -> None:
     fields, name, pictures = CLIENTS[client]
     answer = drawn(send(server, files(*pictures, name=name), **fields))

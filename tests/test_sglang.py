@@ -57,7 +57,7 @@ def folder(public: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def options(folder: Path, **more: Any) -> ServeOptions:
     usual = ServeOptions(
-        str(folder), methods=("scd@4",), sizes=((HEIGHT, WIDTH),), slots=2, sglang=True
+        str(folder), methods=("scd@4",), sizes=((HEIGHT, WIDTH),), slots=1, sglang=True
     )
     return replace(usual, **more)
 
@@ -141,6 +141,7 @@ def test_several_prompts_are_a_list_in_their_order(server: Running, folder: Path
     assert len(post(server, several(bodies[:1])).json()) == 1
 
 
+@pytest.mark.slow
 def test_without_a_seed_pictures_differ(server: Running, folder: Path) -> None:
     bodies = [posted(folder, "dog", None)] * 2
     first, second = post(server, several(bodies)).json()
