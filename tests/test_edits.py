@@ -304,6 +304,7 @@ ORIGINS: dict[str, tuple[dict[str, str], bool]] = {
     "an old browser": ({"Origin": "http://evil.example"}, False),
     "a name that begins like ours": ({"Origin": "{url}.evil.example"}, False),
     "a user's name": ({"Origin": "http://{host}@evil.example"}, False),
+    "a broken origin": ({"Origin": "http://["}, False),
     "another host": ({"Host": "evil.example", "Origin": "http://evil.example"}, False),
 }
 

@@ -165,6 +165,7 @@ def test_the_law_is_the_one_asked_for_or_the_models(server: Running, folder: Pat
     assert read_generate(several([body]), allowing).requests[0].sampling.top_p == 0.75
 
 
+@pytest.mark.slow
 def test_an_error_is_one_of_the_server(
     server: Running, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

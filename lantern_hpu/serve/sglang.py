@@ -104,8 +104,8 @@ def check_ids(ids: list[int], size: tuple[int, int], decoder: DecodeThread) -> N
         raise refuse("input_ids", f"{len(ids)} long", f"up to {config.prefix} tokens")
     if ids[-len(ending) :] != ending:
         raise refuse("input_ids", ids[-len(ending) :], f"those that end in {ending}, the size")
-    if not all(0 <= token < rows for token in ids):
-        raise refuse("input_ids", max(ids, key=abs), f"tokens of 0 to {rows - 1}")
+    if wrong := [token for token in ids if not 0 <= token < rows]:
+        raise refuse("input_ids", wrong[0], f"tokens of 0 to {rows - 1}")
 
 
 def sent_sampling(params: AskedSampling, decoder: DecodeThread) -> Sampling:
