@@ -22,14 +22,7 @@ from typing import TYPE_CHECKING, Any
 from lantern_hpu import __version__
 from lantern_hpu.backends import LARGE_PARAMETERS, DeviceOptions, is_host, prepare
 from lantern_hpu.commands import options
-from lantern_hpu.core import (
-    Request,
-    Sampling,
-    SourcePicture,
-    check_prompt,
-    check_text,
-    size_of,
-)
+from lantern_hpu.core import Request, Sampling, check_prompt, check_text, size_of
 from lantern_hpu.decode.spec import batch_size_for
 from lantern_hpu.errors import (
     Arg,
@@ -52,6 +45,7 @@ from lantern_hpu.results.prompts import numbered_prompts
 from lantern_hpu.results.sources import read_picture
 
 if TYPE_CHECKING:
+    from lantern_hpu.core import SourcePicture
     from lantern_hpu.models.files.load import OpenedModel
     from lantern_hpu.models.model import ImageModel
     from lantern_hpu.pipeline import LanternPipeline

@@ -37,10 +37,7 @@ class ParsedRequest:
 
 
 # Fields of other models that clients send, and that change nothing here
-IDLE_FIELDS = (
-    *("quality", "style", "background", "moderation", "user"),
-    *("input_fidelity", "safety_identifier"),
-)
+IDLE_FIELDS = "quality style background moderation user input_fidelity safety_identifier".split()
 
 
 def read_call(
