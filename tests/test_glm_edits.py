@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,12 @@ from lantern_hpu.commands import generate, pixels
 from lantern_hpu.core import Request, Sampling, SourcePicture
 from lantern_hpu.decode.memory import Setup, weights
 from lantern_hpu.errors import OptionError
+from lantern_hpu.models.config import DrafterConfig
 from lantern_hpu.models.files.load import open_model
 from lantern_hpu.models.model import ImageModel, Placement
 from lantern_hpu.models.reading import GlmImageReader, bilinear_rows
 from lantern_hpu.models.text.frames import check_sources, reads_pictures
-from lantern_hpu.models.transformer import Rotary
+from lantern_hpu.models.transformer import Drafter, Rotary
 from lantern_hpu.ops.buffers import additive_mask, prefix_mask
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.sources import read_picture
@@ -314,6 +316,22 @@ def test_edits_are_distributed_as_transformers_draws_them(folder: Path, method: 
         logits = their_logits(theirs, inputs, own, tokens)[..., : pipeline.model.codes]
     probs = reference_order(logits.flatten(0, 1), sampling)
     assert p_value(probs, tokens.flatten()) > 1e-3
+
+
+@pytest.mark.slow
+def test_a_drafter_that_never_saw_a_picture_costs_no_exactness(folder: Path) -> None:
+    """One of random weights: greedy tokens are those of `ar`, as trees are drafted too."""
+    pipeline = LanternPipeline.from_pretrained(
+        str(folder), device="cpu", dtype="float32", pictures=False
+    )
+    want = drawn(pipeline, [SOURCES[2], SOURCES[1]]).tokens
+    torch.manual_seed(0)
+    drafter = Drafter(pipeline.model.target.config, DrafterConfig()).requires_grad_(False).eval()
+    model = pipeline.model
+    model.drafter, model.config = drafter, replace(model.config, drafter=DrafterConfig())
+    for method in ("eagle", "eagle2"):
+        got = drawn(pipeline, [SOURCES[2], SOURCES[1]], method)
+        assert (got.tokens == want).all()
 
 
 def test_sources_change_what_is_drawn(folder: Path) -> None:
