@@ -415,6 +415,7 @@ def test_what_a_killed_convert_left_is_cleared_by_the_next(model: Path, tmp_path
     assert {path.name for path in tmp_path.iterdir()} == {"ours", "first", ".ours.friend"}
 
 
+@pytest.mark.slow
 def test_a_resumed_image_has_the_bytes_of_an_unbroken_run(model: Path, tmp_path: Path) -> None:
     def drawn(folder: str, *more: str) -> dict[str, bytes]:
         code = (

@@ -532,7 +532,7 @@ def test_a_negative_prompt_takes_the_place_of_the_authors(public: Path) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", mostly_slow(FRAMED, ANOLE, EMU35_IMAGE, SIMPLEAR))
+@pytest.mark.parametrize("name", mostly_slow(FRAMED, ANOLE, EMU3, SIMPLEAR))
 def test_logits_are_those_of_transformers(public: Path, name: str) -> None:
     """Of a row of random codes, what closes it, and the next ones, for prompts of unequal lengths."""
     model, theirs = opened(public / name), THEIRS[name](public / name)
@@ -571,7 +571,7 @@ def test_both_layouts_hold_the_same_model(tmp_path: Path, names: tuple[str, str]
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "name", mostly_slow([ANOLE, SWIN, LUMINA, EMU3, EMU35_IMAGE], ANOLE, SWIN, EMU35_IMAGE)
+    "name", mostly_slow([ANOLE, SWIN, LUMINA, EMU3, EMU35_IMAGE], ANOLE, SWIN, EMU3)
 )
 def test_greedy_pictures_are_those_of_transformers(
     public: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str

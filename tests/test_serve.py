@@ -1264,6 +1264,7 @@ def test_a_server_whose_stderr_is_gone_ends_when_it_is_asked(
     assert ending.should_exit
 
 
+@pytest.mark.slow
 def test_what_nobody_reads_on_stderr_holds_no_answer_up(model: Path) -> None:
     """Nor the end, nor does a stdout that is closed. A pipe takes 64 KiB."""
     shell = ["sh", "-c", 'exec "$@" >&-', "sh", *SERVE, "--model", str(model)]

@@ -132,6 +132,7 @@ def test_one_prompt_is_drawn_as_generate_draws_it(server: Running, folder: Path)
     assert slashed.json()["output_ids"] == found["output_ids"]
 
 
+@pytest.mark.slow
 def test_several_prompts_are_a_list_in_their_order(server: Running, folder: Path) -> None:
     bodies = [posted(folder, prompt, 5 + i) for i, prompt in enumerate(PROMPTS)]
     answer = post(server, several(bodies))

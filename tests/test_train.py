@@ -110,6 +110,7 @@ def test_trained_drafter_is_loaded_in_python(model: Path, trained: Path) -> None
     assert np.array_equal(pipe("a sun", method="eagle").tokens, after.tokens)
 
 
+@pytest.mark.slow
 def test_interrupted_training_resumes_to_the_same_losses(
     model: Path,
     prompts: Path,
