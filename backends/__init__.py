@@ -120,7 +120,7 @@ class DeviceOptions:
         "auto", f"where to keep the text encoder after encoding the prompts: {', '.join(KEEP_TEXT)}"
     )
     quantize: str | None = option(
-        None, "8 bits for each number in the matrices of target and drafter", metavar="int8"
+        None, "keep the matrices of target and drafter in 8 bits", metavar="int8"
     )
     layout: str = option("auto", f"of the matrices: {LAYOUTS}")
     threads: int = option(0, "CPU threads; 0 selects the fastest number", metavar="N")

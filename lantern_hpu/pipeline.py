@@ -331,8 +331,12 @@ class LanternPipeline(ImageGenerator):
         seed, the grid and the number of tokens of each.
 
         Raises:
-            LanternError: as from `hidden_states`, or the file is there or cannot be written.
+            LanternError: as from `hidden_states`, an image was drawn from pictures, or the file is there or cannot be
+                written.
         """
+        if any(record.request.sources for record in result.records):
+            why = "states are of a prompt of words alone"
+            raise OptionError("images drawn from pictures have no states to save", why)
         tensors, images = dict[str, Tensor](), []
         for number, record in enumerate(result.records):
             size = record.request.size or (None, None)

@@ -223,6 +223,9 @@ def stretch_model(
         name: of the known model. large: its sizes. dtype: None: as stored.
         progress: a bar of tqdm; each tensor is a step of it.
     """
+    if opened.quantize:
+        why = f"its matrices are {opened.quantize}"
+        raise OptionError(f"{opened.name} cannot be widened", why, "the model as published")
     config = stretched_config(opened.config, name, large)
     small = opened.load(Placement(dtype))
     with torch.no_grad(), shapes_only():

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from lantern_hpu import LanternPipeline
+from lantern_hpu import LanternPipeline, cli
 from lantern_hpu.backends.base import DevicePlan
 from lantern_hpu.backends.cpu import native
 from lantern_hpu.backends.cpu.backend import CPUBackend
@@ -32,8 +32,10 @@ from lantern_hpu.ops.quantized import (
     quantized_layer,
     replace_layers,
 )
+from lantern_hpu.train.drafter_training import begin
 from lantern_hpu.tree import DraftTree
 from lantern_hpu.zoo.find import find_parts
+from lantern_lab.commands.stretch import StretchRequest, stretch
 from tests.marks import mostly_slow
 from tests.tiny import tiny_models
 
@@ -109,6 +111,18 @@ def test_a_folder_draws_the_images_of_its_model(model: Path, tmp_path: Path) -> 
     )
 
 
+def test_what_reads_plain_matrices_refuses_quantised_ones(model: Path, tmp_path: Path) -> None:
+    """Training a drafter, widening a model, and measuring what int8 costs."""
+    write_converted(str(model), tmp_path / "small", "auto", quantize="int8")
+    small = str(tmp_path / "small")
+    with pytest.raises(OptionError, match="its matrices are int8"):
+        begin(loaded(tmp_path / "small"), finetune=False, seed=0)
+    with pytest.raises(OptionError, match="its matrices are int8"):
+        stretch(StretchRequest("llamagen-b", tmp_path / "wide", small))
+    command = ["fidelity", "--model", small, "--quantize", "int8", "--method", "ar"]
+    assert cli.main(command) == 2
+
+
 def changed(folder: Path, goal: Path, quantized: Any) -> Path:
     """A converted folder that says something else of its matrices."""
     write_converted(str(folder), goal, "auto", quantize="int8")
@@ -122,7 +136,7 @@ def changed(folder: Path, goal: Path, quantized: Any) -> Path:
     [
         ({"format": "int8", "version": 2}, "int8 of version 2"),
         ({"format": "int4", "version": 1}, "int4 of version 1"),
-        ("int8", "None of version None"),
+        ("int8", "int8 of version None"),
         (None, "holds torch.int8|unknown"),
     ],
 )

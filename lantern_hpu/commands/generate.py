@@ -177,6 +177,9 @@ class GenerateJob:
         if self.states and (condition.kind != "tokens" or condition.rows):
             why = f"{name} does not read prompts as tokens of its own table"
             raise OptionError("--save-states cannot be used", why, "--save-tokens")
+        if self.states and self.sources:
+            why = "states are of a prompt of words alone"
+            raise OptionError("--save-states cannot be used with --image", why, "--save-tokens")
 
 
 def read_job(args: argparse.Namespace) -> GenerateJob:
@@ -280,6 +283,9 @@ def sources_again(args: argparse.Namespace, config: dict[str, Any]) -> tuple[Sou
     drawn = [one.get("digest") if isinstance(one, dict) else None for one in stored]
     if drawn == [source.digest for source in sources]:
         return sources
+    if not drawn:
+        why = f"{args.from_png} was drawn from words alone"
+        raise OptionError(words(Arg("image"), "cannot be used"), why, "leave it out")
     what = f"{args.from_png} was drawn from {len(drawn)} pictures"
     why = f"{len(sources)} are given" if len(sources) != len(drawn) else "these are others"
     raise OptionError(

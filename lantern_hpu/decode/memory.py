@@ -31,7 +31,7 @@ ROW_BYTES = 4  # of an int8 matrix, in addition to its numbers: a float32 scale
 # Measured
 FULL_MAPS = 5  # feature maps at full resolution that the image decoder holds at its peak
 PROMPT_FEATURES = 20  # times a prompt's features that T5 holds at its peak
-QUANTIZING = 5  # bytes for each number of the matrix that is just being made int8
+QUANTIZING = 8  # bytes for each number of the matrix that is just being made int8
 TIGHT = 0.9  # of the memory: past it, fragments and the device's own software may not fit as well
 POOL = "graph pool (estimate)"
 # What a run does, one after the other
@@ -85,8 +85,7 @@ def phases(model: ModelConfig, setup: Setup) -> dict[str, Rows]:
     held, text = weights(model, setup) + state(model, setup), text_weights(model, setup)
     result: dict[str, Rows] = {}
     if setup.quantize:
-        largest = max(matrix.numel() for each in EmptyModel.of(model).matrices for matrix in each)
-        turned = [("a matrix on its way to int8 (estimate)", QUANTIZING * largest)]
+        turned = [("a matrix being quantised (estimate)", QUANTIZING * largest_matrix(model))]
         result[LOADING] = weights(model, setup) + turned
     if model.condition.kind == "t5":
         result[ENCODING] = held + encoding(model, setup)
@@ -97,6 +96,11 @@ def phases(model: ModelConfig, setup: Setup) -> dict[str, Rows]:
 def largest_phase(model: ModelConfig, setup: Setup) -> tuple[str, Rows]:
     """The phase that needs most, and what it needs."""
     return max(phases(model, setup).items(), key=lambda phase: summed(phase[1]))
+
+
+def largest_matrix(model: ModelConfig) -> int:
+    """Numbers of the largest of those that may be kept in a smaller format."""
+    return max(matrix.numel() for each in EmptyModel.of(model).matrices for matrix in each)
 
 
 def summed(rows: Rows) -> int:
@@ -176,13 +180,15 @@ def working(model: ModelConfig, setup: Setup) -> Rows:
     captions = spec.rows * config.prefix * (2 * width + config.dim) * setup.bytes
     probs = probs_bytes(config, setup)
     sized = replace(model, target=config)
+    # Where no kernel reads 8 bits, a product takes its matrix dequantised
+    widened = largest_matrix(model) * setup.bytes if setup.quantize and not setup.is_host else 0
     maps = FULL_MAPS * (model.vq.channels if model.vq else 0) * prod(sized.image_size) * 4
     return [
         ("prompts of a batch (estimate)", captions),
         ("logits and probabilities (estimate)", probs),
         ("activations (estimate)", max(step, prefill)),
         ("decoding one image (estimate)", maps),
-        (POOL, step + prefill + probs),
+        (POOL, step + prefill + probs + widened),
     ]
 
 

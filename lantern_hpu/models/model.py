@@ -225,8 +225,9 @@ class ImageModel:
         """The target's for these requests: of the grid that they ask for, and the shortest prefix for their prompts."""
         sizes = {request.size for request in requests}
         if len(sizes) > 1:
-            why = "a batch has one size of picture"
-            raise OptionError(f"{len(sizes)} sizes are asked for", why, "a call for each size")
+            why = "a batch has one size of picture, and sources of unequal shapes have one each"
+            hint = words(Arg("height"), "and", Arg("width"), "for all, or a call for each size")
+            raise OptionError(f"these would be pictures of {len(sizes)} sizes", why, hint)
         config, sourced = self.sized(sizes.pop()), any(r.sources for r in requests)
         if sourced:
             check_sources(self.config, self.name, max(len(r.sources) for r in requests))

@@ -19,7 +19,7 @@ def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
     """A matrix [out, in] as numbers int8 [out, in] and scales float32 [out]: the nearest, symmetric in each row.
 
     Raises:
-        WeightsError: a number is infinite or none.
+        WeightsError: a number is infinite or NaN.
     """
     scale = weight.abs().amax(1).float() / LARGEST
     if not bool(scale.isfinite().all()):
@@ -32,7 +32,8 @@ def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def dequantized(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """A matrix int8 [out, in] with scales [out] as numbers of a format."""
-    return (weight.float() * scale[:, None]).to(dtype)
+    result = weight.new_empty(weight.shape, dtype=dtype)
+    return torch.mul(weight, scale[:, None], out=result)  # rounded once, without a float32 matrix
 
 
 class QuantizedLinear(nn.Module):

@@ -110,6 +110,9 @@ def begin(model: ImageModel, finetune: bool, seed: int, aux_layers: Sequence[int
 
     The seed is that of the weights that the target has nothing for.
     """
+    if model.quantize:
+        why = f"its matrices are {model.quantize}"
+        raise OptionError(f"{model.name} cannot teach a drafter", why, "the model as published")
     torch.manual_seed(seed)
     drafter = like_the_target(model.target, drafter_config(model, aux_layers))
     if finetune:

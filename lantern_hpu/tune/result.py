@@ -94,9 +94,7 @@ class TuningResult:
                 cannot = f"{row.shown} cannot be faster than its tokens a step"
                 return f"{took}, one of ar {least:.1f}: {cannot}"
         if self.spread > MOST_SPREAD:
-            took = (
-                f"half of equal steps took {self.spread:.1f} times as long as the fastest, or more"
-            )
+            took = f"the median of equal steps took {self.spread:.1f} times as long as the fastest"
             return f"{took}: the machine was busy"
         return ""
 

@@ -27,7 +27,7 @@ from lantern_hpu.commands.options import (
     from_args,
     settings_of,
 )
-from lantern_hpu.errors import exit_code
+from lantern_hpu.errors import OptionError, exit_code
 from lantern_hpu.files import check_free
 from lantern_hpu.methods.relaxation import EXACT
 from lantern_hpu.methods.setting import METHODS
@@ -101,6 +101,10 @@ def measure_fidelity(args: argparse.Namespace, argv: Sequence[str]) -> None:
         more, lines = dict[str, Any](), list[str]()
         if device.quantize:
             whole = load(**vars(replace(device, quantize=None)))
+            if whole.model.quantize:
+                why = f"its matrices are {whole.model.quantize} already"
+                hint = "the folder that it was converted from"
+                raise OptionError(f"{args.model} has nothing to compare with", why, hint)
             with closing(whole), ProgressBar(options.images, "image") as bar:
                 more["weights"] = asdict(weights_cost(whole, pipeline, options, bar))
             lines = [weights_text(device.quantize, more["weights"]), ""]

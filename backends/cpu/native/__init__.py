@@ -360,7 +360,11 @@ def pack_model(modules: Sequence[nn.Module]) -> int:
                 # Without those that have just given their matrices back
                 if not isinstance(child, Linear) or not child.weight.numel():
                     continue
-                if child.in_features % 2 == 0:
+                own = type(child) in (
+                    nn.Linear,
+                    QuantizedLinear,
+                )  # torch reads those of others itself
+                if own and child.in_features % 2 == 0:
                     form = format_of([child], dtype_of(module))
                     setattr(parent, name, NativeLinear(child, form))
     return formats[0] if formats else FLOAT32

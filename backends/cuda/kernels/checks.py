@@ -99,7 +99,10 @@ def kernel_examples(device: torch.device, dtype: torch.dtype) -> dict[str, list[
             (*even.split(2, 2), rope, pairs, CacheWrite(*kept[:2], *where), seen)
             for pairs, where in ((True, kept[2:]), (False, (more, source)))
         ],
-        "rms_norm": [(some(2, 3, 96), some(96), 1e-5)],
+        "rms_norm": [
+            (some(2, 3, 96), some(96), 1e-5),
+            (some(2, 3, 6, 32)[:, :, :4], some(32), 1e-5),  # of heads, in a product of more
+        ],
         "add_norm": [(some(2, 3, 96), some(2, 3, 96), some(96), 1e-5)],
         "rotate": [(some(2, 3, 4, 32), rope, pairs) for pairs in (True, False)],
         "swiglu": [(some(2, 3, 200),)],

@@ -27,7 +27,7 @@ from lantern_hpu.models.files.names import DRAFTER, DRAFTER_WEIGHTS, settings_be
 from lantern_hpu.models.model import ImageModel
 from lantern_hpu.models.text.frames import FRAMES
 from lantern_hpu.models.transformer import Drafter, Target
-from lantern_hpu.ops.quantized import QuantizedLinear
+from lantern_hpu.ops.quantized import QuantizedLinear, dequantized
 
 BLOCK_SIZES = {"t2i": 256, "t2i2": 1024, "c2i": 576}  # `input_type` of their config.json
 EPS = 1e-6
@@ -127,14 +127,14 @@ def check_family(drafter: Drafter, target: Target, path: Path) -> None:
     """Raise a WeightsError unless a published drafter's embedding is that of its target, or its head."""
     mine = drafter.embed.weight
     rows = torch.linspace(0, target.config.vocab_size - 1, SAMPLED_ROWS, device=mine.device).long()
-    tables = [target.embed(rows)]
-    rounded = ROUNDED
-    if isinstance(target.head, nn.Linear):
-        tables.append(target.head.weight[rows])
-    if isinstance(target.head, QuantizedLinear):
-        tables.append(target.head.dequantized(mine.dtype)[rows])
-        rounded = ROUNDED_TO_INT8
-    for table in tables:
+    tables = [(target.embed(rows), ROUNDED)]
+    head = target.head
+    if isinstance(head, nn.Linear):
+        tables.append((head.weight[rows], ROUNDED))
+    if isinstance(head, QuantizedLinear):
+        table = dequantized(head.weight[rows], head.scale[rows], mine.dtype)
+        tables.append((table, ROUNDED_TO_INT8))
+    for table, rounded in tables:
         if bool((mine[rows].float() - table.float()).norm() <= rounded * table.float().norm()):
             return
     why = "its embedding is neither the target's embedding nor the target's head"

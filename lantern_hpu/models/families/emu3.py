@@ -43,7 +43,7 @@ def emu35_config(family: Family, files: Files) -> TransformerConfig:
     """Raises a WeightsError for the general Emu3.5, which has the same tensors and is known by its name alone."""
     name = files.known_as
     if re.search(r"\bemu3\.5(?![-.\w])", name) and "emu3.5-image" not in name:
-        why = "this is Emu3.5, which writes text and pictures in turns, by its name; Emu3.5-Image draws"
+        why = "by its name this is the general Emu3.5, which interleaves text and pictures"
         hint = words(Arg("model", "emu3.5-image"), ", or a folder of another name")
         raise WeightsError(f"{files.checkpoint.path} is not used to draw", why, hint)
     return llama_config(family, files)
@@ -51,7 +51,9 @@ def emu35_config(family: Family, files: Files) -> TransformerConfig:
 
 def is_u0(files: Files) -> bool:
     """By its tokenizer's name, which config.json has, or its own."""
-    return "unis" in str(files.hf_config.get("model_type")).lower() or "-u0" in files.known_as
+    return "unis" in str(files.hf_config.get("model_type")).lower() or bool(
+        re.search(r"\bu0\b", files.known_as)
+    )
 
 
 EMU3 = Family(

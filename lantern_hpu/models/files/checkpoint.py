@@ -431,7 +431,11 @@ class Stored:
 
     def recipe_of(self, module: nn.Module) -> Recipe:
         """What fills a module: not all that a checkpoint holds is needed, and scales may be made on the way."""
-        names = [n for n in module.state_dict() if self.quantized or not n.endswith(".scale")]
+        made = set[str]()
+        if not self.quantized:
+            layers = module.named_modules()
+            made = {f"{n}.scale" for n, layer in layers if isinstance(layer, QuantizedLinear)}
+        names = [name for name in module.state_dict() if name not in made]
         return self.recipe or {name: Source.of(name) for name in names}
 
     def fingerprint(self, module: nn.Module) -> str:

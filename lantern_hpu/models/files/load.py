@@ -234,18 +234,8 @@ def open_folder(parts: Parts) -> OpenedModel:
 
     pixels = parts.pixels or (Path(description["pixels"]) if description.get("pixels") else None)
     name, notes = description.get("name") or path.name, tuple(description.get("notes") or ())
-    return OpenedModel(
-        parts,
-        name,
-        config,
-        code_pixels,
-        sampling,
-        weights,
-        pixels,
-        fastest,
-        notes,
-        quantize=quantize,
-    )
+    own = OpenedModel(parts, name, config, code_pixels, sampling, weights, pixels, fastest, notes)
+    return replace(own, quantize=quantize)
 
 
 def open_published(parts: Parts) -> OpenedModel:

@@ -181,7 +181,7 @@ def quantized_in(folder: Path, config: dict[str, Any]) -> str | None:
     found = config.get("quantized")
     if found is None or found == QUANTIZED_AS:
         return None if found is None else str(QUANTIZED_AS["format"])
-    stated = found if isinstance(found, dict) else {}
+    stated = found if isinstance(found, dict) else {"format": found}
     theirs, ours = (
         f"{x.get('format')} of version {x.get('version')}" for x in (stated, QUANTIZED_AS)
     )

@@ -347,7 +347,7 @@ class Emu3Frame(Frame):
 class Emu35Frame(Frame):
     """A sentence of what to do, the prompt, then the size of the picture in codes; no thought in front of it.
 
-    Its files hold no tokenizer that is read here: words are split by Qwen2.5's, whose own signs are others in it.
+    Words are split by the tokenizer of Qwen2.5, whose special tokens have other ids here.
     """
 
     family = "Qwen2.5"  # by its tokenizer
@@ -368,7 +368,7 @@ class Emu35Frame(Frame):
             self.token(str(digit), 15 + digit)
 
     def drawn(self) -> set[int]:
-        """All that is no text, by which names of the tokenizer's own signs are text too."""
+        """All that is not text; names of the tokenizer's own special tokens are text here."""
         return set(range(self.WORDS, self.config.embed_rows or self.WORDS))
 
     def tokens_after(self) -> list[int]:
