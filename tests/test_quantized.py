@@ -35,7 +35,7 @@ from lantern_hpu.ops.quantized import (
 from lantern_hpu.train.drafter_training import begin
 from lantern_hpu.tree import DraftTree
 from lantern_hpu.zoo.find import find_parts
-from lantern_lab.commands.stretch import StretchRequest, stretch
+from lantern_lab.stretch import stretch_model
 from tests.marks import mostly_slow
 from tests.tiny import tiny_models
 
@@ -118,7 +118,8 @@ def test_what_reads_plain_matrices_refuses_quantised_ones(model: Path, tmp_path:
     with pytest.raises(OptionError, match="its matrices are int8"):
         begin(loaded(tmp_path / "small"), finetune=False, seed=0)
     with pytest.raises(OptionError, match="its matrices are int8"):
-        stretch(StretchRequest("llamagen-b", tmp_path / "wide", small))
+        opened = open_model(find_parts(small))
+        stretch_model(opened, "llamagen-b", opened.config.target, None, None)
     command = ["fidelity", "--model", small, "--quantize", "int8", "--method", "ar"]
     assert cli.main(command) == 2
 
