@@ -117,8 +117,8 @@ def test_what_reads_plain_matrices_refuses_quantised_ones(model: Path, tmp_path:
     small = str(tmp_path / "small")
     with pytest.raises(OptionError, match="its matrices are int8"):
         begin(loaded(tmp_path / "small"), finetune=False, seed=0)
+    opened = open_model(find_parts(small))
     with pytest.raises(OptionError, match="its matrices are int8"):
-        opened = open_model(find_parts(small))
         stretch_model(opened, "llamagen-b", opened.config.target, None, None)
     command = ["fidelity", "--model", small, "--quantize", "int8", "--method", "ar"]
     assert cli.main(command) == 2
