@@ -14,14 +14,13 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
-from lantern_hpu.core import SourcePicture
+from lantern_hpu.core import MOST_ASPECT, SourcePicture
 from lantern_hpu.models.config import TransformerConfig, VisionConfig
 from lantern_hpu.models.files.checkpoint import shapes_only
 from lantern_hpu.models.vq import VQModel
 from lantern_hpu.ops.buffers import ToDevice
 
 KEPT = 64  # sources whose codes are kept
-MOST_ASPECT = 4  # of the longer side to the shorter one
 
 
 class Reader(ABC):

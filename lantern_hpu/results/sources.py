@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageOps
 
-from lantern_hpu.core import SourcePicture
+from lantern_hpu.core import MOST_ASPECT, SourcePicture
 from lantern_hpu.errors import Arg, LanternError, OptionError, words
 from lantern_hpu.files import check_regular
 from lantern_hpu.methods.request import check_count
@@ -20,8 +20,7 @@ FORMATS = ("PNG", "JPEG", "WEBP")
 MOST_PIXELS = 64_000_000  # of a source, known from its header before it is decoded
 TOO_LARGE = "it has too many pixels", f"at most {MOST_PIXELS // 10**6} million"
 LEAST_SIDE = 16  # in pixels
-MOST_ASPECT = 4  # of the longer side to the shorter one
-WHITE = (255, 255, 255)
+WHITE = (255, 255, 255, 255)
 
 
 def read_picture(given: Any, name: str = "") -> SourcePicture:
@@ -47,6 +46,8 @@ def read_picture(given: Any, name: str = "") -> SourcePicture:
         image = Image.open(io.BytesIO(given), formats=FORMATS)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise refused(name, *TOO_LARGE) from error
+    except MemoryError:
+        raise
     except Exception as error:  # a damaged header may raise anything
         raise refused(name, "it is not a PNG, JPEG or WebP file") from error
     with image:
@@ -67,11 +68,14 @@ def source_of(image: Image.Image, name: str) -> SourcePicture:
     check_size(image, name)
     try:
         picture = upright_rgb(image)
+    except MemoryError:
+        raise
     except Exception as error:  # decoders raise anything for a damaged file
         why = f"it is damaged or cut off: {error or type(error).__name__}"
         raise refused(name, why, "another copy of it") from error
-    head = f"{picture.width}x{picture.height}:".encode()
-    return SourcePicture(picture, hashlib.sha256(head + picture.tobytes()).hexdigest())
+    digest = hashlib.sha256(f"{picture.width}x{picture.height}:".encode())
+    digest.update(picture.tobytes())
+    return SourcePicture(picture, digest.hexdigest())
 
 
 def check_size(image: Image.Image, name: str) -> None:
@@ -92,11 +96,12 @@ def upright_rgb(image: Image.Image) -> Image.Image:
     turned = ImageOps.exif_transpose(image)
     if turned.mode.startswith("I"):  # 16 bits of grey
         turned = Image.fromarray((np.asarray(turned).astype(np.uint32) >> 8).astype(np.uint8))
-    if not turned.has_transparency_data:
-        return Image.frombytes("RGB", turned.size, turned.convert("RGB").tobytes())
-    clear = turned.convert("RGBA")
-    white = Image.new("RGBA", clear.size, (*WHITE, 255))
-    return Image.alpha_composite(white, clear).convert("RGB")
+    if turned.has_transparency_data:
+        turned = turned.convert("RGBA")
+        turned = Image.alpha_composite(Image.new("RGBA", turned.size, WHITE), turned)
+    picture = turned.convert("RGB")
+    picture.info.clear()
+    return picture
 
 
 def refused(name: str, why: str, hint: str = "") -> OptionError:
