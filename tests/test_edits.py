@@ -12,15 +12,19 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
+import jsonschema
 import openai
 import pytest
 from fastapi.testclient import TestClient
 from PIL import Image
+from starlette.datastructures import UploadFile
 
 from lantern_hpu.commands import generate
 from lantern_hpu.decode.pixels import UNKNOWN
+from lantern_hpu.errors import OptionError
 from lantern_hpu.models.diffusion import DiffusionPixels
 from lantern_hpu.models.files.load import OpenedModel
 from lantern_hpu.pipeline import LanternPipeline
@@ -28,10 +32,12 @@ from lantern_hpu.results.png import read_png
 from lantern_hpu.results.sources import MOST_PIXELS, read_picture
 from lantern_hpu.serve import edits, process
 from lantern_hpu.serve.app import make_app
-from lantern_hpu.serve.calls import read_size
+from lantern_hpu.serve.calls import check_graph, read_size
 from lantern_hpu.serve.decoder import DecodeThread
 from lantern_hpu.serve.metrics import Metrics
 from lantern_hpu.serve.options import ServeOptions
+from lantern_hpu.serve.protocol import ApiError
+from lantern_hpu.serve.served import source_prefixes
 from tests.marks import mostly_slow
 from tests.published import LUMINA, with_settings
 from tests.test_serve import ROOT, Running, lines_of, served
@@ -223,6 +229,75 @@ def test_the_usual_size_is_the_nearest_in_proportions(
 
 def test_models_say_how_many_pictures_they_read(server: Running) -> None:
     assert httpx.get(server.url + "/v1/models").json()["data"][0]["edits"] == 2
+    varied = httpx.post(server.url + "/v1/images/variations", files=files(CAT))
+    assert varied.status_code == 400 and "does not make variations" in varied.text
+
+
+@pytest.mark.parametrize(("sources", "count"), [(0, 0), (1, 3), (2, 3), (3, 3), (4, 4), (16, 4)])
+def test_the_largest_photograph_fits_into_what_is_captured(
+    sources: int, count: int, server: Running
+) -> None:
+    """Of GLM-Image as it is published: a photograph of 2048 x 1536 has 3072 codes."""
+    config, published = server.decoder.pipeline.model.config, (1536, 2560, 4608, 8704)
+    assert config.vision is not None
+    vision = replace(config.vision, patch=16, least=512, most=2048)
+    target = replace(config.target, source_prefixes=published)
+    config = replace(config, target=target, vision=vision)
+    assert source_prefixes(config, sources) == published[:count]
+
+
+def test_pictures_that_do_not_fit_are_refused_with_both_lengths(server: Running) -> None:
+    (method,) = server.decoder.served.methods.values()
+    need = replace(method.spec, prefix=4608)
+    with pytest.raises(ApiError, match=r"4608 tokens, at most 2560 here.*--sources") as caught:
+        check_graph(need, method, {})
+    assert caught.value.param == "image"
+
+
+def test_the_schema_has_the_form_where_there_are_edits(server: Running) -> None:
+    schema = httpx.get(server.url + "/openapi.json").json()
+    body = schema["paths"][PATH]["post"]["requestBody"]
+    assert body["required"] and list(body["content"]) == ["multipart/form-data"]
+    form = schema["components"]["schemas"]["EditsRequest"]
+    file = {"type": "string", "format": "binary"}
+    assert form["properties"]["image"] == file == form["properties"]["image[]"]["items"]
+    for given, count in ((["image"], 0), (["image[]"], 0), ([], 1), (["image", "image[]"], 1)):
+        sent = {"prompt": "cat"} | {name: "" if name == "image" else [""] for name in given}
+        checked = jsonschema.Draft202012Validator(form | {"components": schema["components"]})
+        assert len(list(checked.iter_errors(sent))) == count, given
+    off = make_app(
+        replace(server.decoder.options, sources=0, upload_mib=64), lambda: server.decoder
+    )
+    assert PATH not in off.openapi()["paths"] and "EditsRequest" not in str(off.openapi())
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(28, "No space left on device")])
+def test_a_machine_that_is_full_is_no_damaged_form(
+    error: Exception, server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A decoder's OSError is: it means a picture that is cut off."""
+    with monkeypatch.context() as patched:
+        patched.setattr(UploadFile, "write", Mock(side_effect=error))
+        assert send(server, files(CAT)).status_code == 500
+    monkeypatch.setattr(Image.Image, "convert", Mock(side_effect=error))
+    status = 500 if isinstance(error, MemoryError) else 400
+    assert send(server, files(CAT)).status_code == status
+    assert server.app.state.uploads == 0 and server.decoder.failure is None
+
+
+@pytest.mark.parametrize(
+    ("given", "lacks"),
+    [
+        ({"upload_mib": 1}, "sources"),
+        ({"upload_timeout": 9.0}, "sources"),
+        ({"model_sampling": True}, "sglang"),
+    ],
+)
+def test_an_option_without_the_one_it_belongs_to_is_refused(
+    given: dict[str, Any], lacks: str
+) -> None:
+    with pytest.raises(OptionError, match=f"{next(iter(given))} has no effect without {lacks}"):
+        ServeOptions(**given)
 
 
 def test_a_model_that_reads_none_says_so(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -320,13 +395,15 @@ def test_pages_of_other_origins_cannot_send_forms(case: str, server: Running) ->
     assert answer.status_code == (400 if taken else 403), answer.text
 
 
-def test_no_more_forms_are_read_at_a_time_than_may_wait(server: Running) -> None:
-    server.app.state.uploads = server.decoder.options.queue
+def test_uploads_under_way_are_bounded_together(server: Running) -> None:
+    options = server.decoder.options
+    server.app.state.uploads = options.slots * (options.upload_mib << 20) - 100  # bytes
     try:
         answer = send(server, files(CAT))
     finally:
         server.app.state.uploads = 0
-    assert answer.status_code == 429 and answer.headers["Retry-After"]
+    assert answer.status_code == 429 and "too many uploads" in answer.text
+    assert answer.headers["Retry-After"]
     send(server, files(b"no"))
     assert server.app.state.uploads == 0
 
@@ -439,8 +516,10 @@ def test_the_log_has_a_line_without_the_prompt(
     with caplog.at_level("INFO", "lantern_hpu.serve"):
         drawn(send(server, files(CAT), prompt="secret cat"))
         send(server, files(b"no", name="image[]"))
-        server.until(lambda: len(lines_of(caplog)) == 2)
-    assert [json.loads(line)["status"] for line in lines_of(caplog)] == [200, 400]
+        refused = send(server, files(("secret.png", b"no")))
+        server.until(lambda: len(lines_of(caplog)) == 3)
+    assert "secret.png" in refused.text
+    assert [json.loads(line)["status"] for line in lines_of(caplog)] == [200, 400, 400]
     assert "secret" not in caplog.text
 
 

@@ -1537,11 +1537,12 @@ def test_a_seed_of_minus_one_is_random_on_every_surface(
 def test_edits_are_answered_as_what_is_not_served(client: openai.OpenAI, size: int) -> None:
     """Also where the picture is larger than any body that is read."""
     picture = ("a.png", bytes(size), "image/png")
-    for ask in (
-        lambda: client.images.edit(image=picture, prompt="a red apple"),
-        lambda: client.images.create_variation(image=picture),
-    ):
-        with pytest.raises(openai.BadRequestError, match="does not edit images") as refused:
+    asked: dict[str, Callable[[], Any]] = {
+        "edit images": lambda: client.images.edit(image=picture, prompt="a red apple"),
+        "make variations": lambda: client.images.create_variation(image=picture),
+    }
+    for what, ask in asked.items():
+        with pytest.raises(openai.BadRequestError, match=f"does not {what}") as refused:
             ask()
         assert refused.value.code == "unsupported_operation"
 

@@ -179,6 +179,18 @@ def test_it_says_that_it_is_healthy_and_draws_no_pictures(server: Running) -> No
     assert httpx.get(server.url + "/health").status_code == 200
     refused = server.post(prompt="a red apple")
     assert refused.status_code == 404 and "POST /generate" in refused.text
+    for place, status in (("/v1/images/edits", 400), ("/v1/embeddings", 404)):
+        other = httpx.post(server.url + place, json={})
+        assert other.status_code == status and "POST /generate" in other.text
+
+
+def test_no_more_prompts_are_read_than_may_wait(server: Running) -> None:
+    """They are counted before any is looked at."""
+    count = server.decoder.options.queue + 1
+    body = {"input_ids": [[-1]] * count, "image_data": [[]] * count}
+    body["sampling_params"] = [{"max_new_tokens": 1}] * count
+    answer = post(server, body)
+    assert answer.status_code == 400 and "up to 64 prompts" in answer.text
 
 
 BAD: dict[str, tuple[str, Any, str]] = {

@@ -14,7 +14,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from lantern_hpu.core import Request as DrawnRequest
 from lantern_hpu.errors import needing
 from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.results.png import encode
@@ -23,7 +22,6 @@ from lantern_hpu.serve.calls import ParsedRequest
 from lantern_hpu.serve.decoder import DecodeThread
 from lantern_hpu.serve.protocol import ApiError
 from lantern_hpu.serve.queue import Done, Event, Job, Partial
-from lantern_hpu.serve.served import Shape
 
 with needing("fastapi", "the server is built on it", "serve"):
     from fastapi import Request, Response
@@ -32,6 +30,12 @@ with needing("fastapi", "the server is built on it", "serve"):
 SILENT = 15.0  # seconds after which an answer that waits says so
 CLOSED = 499  # status in log and metrics where the client left, as nginx has it
 KEPT_FILES, KEPT_SECONDS = 64, 3600.0  # pictures that answers have addresses of: the last ones
+UNLOGGED = (
+    "prompt",
+    "negative_prompt",
+    "image",
+    "image[]",
+)  # messages may quote words and file names
 log = logging.getLogger("lantern_hpu.serve")
 
 
@@ -58,7 +62,7 @@ class Record:
         self.about["steps"] = steps if len(steps) > 1 else steps[0]
 
     def failed(self, error: ApiError) -> None:
-        hidden = error.param in ("prompt", "negative_prompt")  # its message may quote it
+        hidden = error.param in UNLOGGED
         what = f"{error.param}: {error.code}" if hidden else error.message[:200]
         self.status, self.about["error"] = error.status_code, what
 
@@ -88,15 +92,10 @@ class ImageRequestHandler:
             "size": f"{width}x{height}",
         }
         deadline = time.monotonic() + request.app.state.options.timeout
-        setting = call.served.setting
-
-        def shape(one: DrawnRequest) -> Shape:
-            need = decoder.served.spec_of(one, setting.tree)
-            return need.grid, need.prefix
-
+        method, shows = call.served.setting.method, call.shows
         self.jobs = [
-            Job(one, setting.method, deadline, call.shows, partial(send, index), shape(one))
-            for index, one in enumerate(call.requests)
+            Job(one, method, deadline, shows, partial(send, index), (need.grid, need.prefix))
+            for index, (one, need) in enumerate(zip(call.requests, call.needs, strict=True))
         ]
         decoder.submit(self.jobs)
 
@@ -197,7 +196,7 @@ class ImageRequestHandler:
         warnings = [*(note for _, note in pipeline.notes(requests)), *self.call.warnings]
         if warnings:
             self.record.about["warnings"] = len(warnings)
-        config = self.call.need.sizes(pipeline.model.target.config)
+        config = self.call.needs[0].sizes(pipeline.model.target.config)
         read, drawn = config.prefix * count, config.tokens * count
         reader = pipeline.model.condition.reader
         grids = [reader.grid(source) for source in first.sources] if reader else []

@@ -40,7 +40,6 @@ HERE = Path(__file__).parent
 IMAGES, EDITS = "/v1/images/generations", "/v1/images/edits"
 JSON, FORM = "application/json", "multipart/form-data"
 SCHEMAS = "#/components/schemas/{model}"
-EDITS_SCHEMA = SCHEMAS.format(model="EditsRequest")
 PROBES = ("/livez", "/readyz", "/health")
 FORWARDED = {"proto": "https?", "host": r"[\w.:\[\]-]+", "prefix": PREFIX}  # X-Forwarded-*
 NO_KEY = "wrong or missing API key"
@@ -81,6 +80,7 @@ class Keyed(APIRoute):
 
 router = APIRouter()
 keyed = APIRouter(route_class=Keyed, dependencies=[Security(bearer)])  # as the schema says it
+editing = APIRouter(route_class=Keyed, dependencies=[Security(bearer)])
 
 
 class Guard:
@@ -295,6 +295,7 @@ def make_app(options: ServeOptions, load: Callable[[], DecodeThread]) -> FastAPI
     if options.sources:
         with needing("python-multipart", "it splits forms", "serve"):
             import python_multipart  # noqa: F401
+        app.include_router(editing)
     for each in (router, keyed):
         app.include_router(each)
     for place in sglang.PLACES if options.sglang else ():
@@ -317,7 +318,8 @@ def openapi(app: FastAPI) -> dict[str, Any]:
     schemas.pop("HTTPValidationError", None)
     schemas.pop("ValidationError", None)
     events = [(protocol.PartialImage, "serialization"), (protocol.CompletedImage, "serialization")]
-    events.append((protocol.EditsRequest, "validation"))
+    if app.state.options.sources:
+        events.append((protocol.EditsRequest, "validation"))
     schemas |= models_json_schema(events, ref_template=SCHEMAS)[1]["$defs"]  # type: ignore[arg-type]
     return made
 
@@ -332,12 +334,18 @@ async def answer_error(request: Request, error: Exception) -> Response:
             status, headers = error.status_code, error.headers  # Allow, of a 405
         place = f"{request.method} {request.url.path[:100]}"
         messages = {400: "the body is not valid JSON", 500: "the server failed; its log says why"}
-        what = messages.get(status, f"{place} is not served here; images are: POST {IMAGES}")
+        drawn = drawing_place(request)
+        what = messages.get(status, f"{place} is not served here; images are: POST {drawn}")
         if headers and headers.get("Allow") == "GET":
             headers = {"Allow": "GET, HEAD"}
         error = ApiError(status, what, None, "invalid_json" if status == 400 else None, headers)
     request.state.record.failed(error)
     return JSONResponse(error.body(), error.status_code, headers=error.headers)
+
+
+def drawing_place(request: Request) -> str:
+    """Where this server draws prompts."""
+    return sglang.PLACES[0] if request.app.state.options.sglang else IMAGES
 
 
 def decoder_of(request: Request) -> DecodeThread:
@@ -448,7 +456,7 @@ FAILURES = errors(
         404: "another model",
         408: "the body did not arrive in time",
         413: "the body is too large",
-        415: "not JSON, or of an edit no form",
+        415: "not JSON, or not a form for an edit",
         429: "the queue is full: see Retry-After",
         500: "the image failed: the server's log says why, under the id in the message",
         503: "not ready, or about to stop",
@@ -485,22 +493,25 @@ async def answer_call(
     return StreamingResponse(handler.stream(), media_type="text/event-stream", headers=headers)
 
 
-@keyed.post(
+FORM_SCHEMA = {"schema": {"$ref": SCHEMAS.format(model="EditsRequest")}}
+
+
+@editing.post(
     EDITS,
     response_model=protocol.ImagesResponse,
     responses=STREAMED | FAILURES,
-    openapi_extra={"requestBody": {"content": {FORM: {"schema": {"$ref": EDITS_SCHEMA}}}}},
+    openapi_extra={"requestBody": {"content": {FORM: FORM_SCHEMA}, "required": True}},
 )
 async def edit_images(request: Request, decoder: TheDecoder) -> protocol.ImagesResponse | Response:
     """Draw images for a prompt and one or several pictures: a form with files `image`, or `image[]`."""
-    if not decoder.served.sources:
-        return await vary_images(request)
     return await answer_call(await edits.read_edit(request, decoder), request, decoder)
 
 
+@keyed.post(EDITS, include_in_schema=False)
 @keyed.post("/v1/images/variations", include_in_schema=False)
-async def vary_images(request: Request) -> Response:
-    """An error for what clients of OpenAI's API may ask for."""
+async def refuse_pictures(request: Request) -> Response:
+    """An error for what clients of OpenAI's API may ask for; edits come here where they are off."""
     await edits.read_rest(request)
-    what = f"this server does not edit images, it draws prompts: POST {IMAGES}"
+    asked = "edit images" if own_path(request.scope) == EDITS else "make variations"
+    what = f"this server does not {asked}; it draws prompts: POST {drawing_place(request)}"
     raise ApiError(400, what, None, "unsupported_operation")

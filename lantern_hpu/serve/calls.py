@@ -30,7 +30,7 @@ class ParsedRequest:
     stream: bool
     shows: tuple[int, ...]  # image rows at which a partial picture is sent
     size: tuple[int, int]  # height, width
-    need: Spec  # of one of its images
+    needs: list[Spec]  # of each image
     output: tuple[str, int]  # format of the files, and their quality
     kinds: tuple[str, ...]  # of `b64_json` and `url`
     warnings: tuple[str, ...]  # what of the request had no effect
@@ -83,7 +83,7 @@ def read_call(
     warnings = (f"{', '.join(idle)} had no effect",) if idle else ()
     kinds = (sent,) if sent else ("b64_json", "url")
     return ParsedRequest(
-        served, requests, stream, shows, size, need, (kind, quality), kinds, warnings
+        served, requests, stream, shows, size, [need] * count, (kind, quality), kinds, warnings
     )
 
 
@@ -160,7 +160,10 @@ def check_graph(need: Spec, served: ServedMethod, given: Mapping[str, Any]) -> N
     """Raise an ApiError where a request needs what the recorded step does not do."""
     has, method = served.spec, served.setting.method
     if (need.grid, need.prefix) not in served.shapes:
-        raise refuse("image", "too large", "fewer or smaller pictures, or a shorter prompt")
+        most = max(prefix or 0 for _, prefix in served.shapes)
+        what = f"prompt and pictures are padded to {need.prefix} tokens, at most {most} here"
+        hint = f"send fewer or smaller pictures; a server with more {as_option(Arg('sources'))} takes more"
+        raise ApiError(400, f"{what}; {hint}", "image", "invalid_value")
     lacking = has.first_missing(need)
     if not lacking:
         return

@@ -54,6 +54,8 @@ class DecodeThread:
     def __init__(self, pipeline: LanternPipeline, options: ServeOptions) -> None:
         self.pipeline, self.options = pipeline, options
         self.served = make_served_model(pipeline, options)
+        if self.served.sources:
+            read_a_picture(pipeline)  # before memory is counted
         check_engines(pipeline, self.served, options.slots)
         self.metrics = Metrics(self.served.name)
         self.queue = JobQueue(options.timeout, partial(self.metrics.add, "request_cancelled", 1))
@@ -220,8 +222,6 @@ class DecodeThread:
                 held.enter_context(engine.pinned())
                 self.heartbeat_at = time.monotonic()
         keep_encoder(self.pipeline)
-        if self.served.sources:
-            read_a_picture(self.pipeline)
         self.tasks.begin()
 
     def schedule_once(self) -> None:

@@ -28,16 +28,18 @@ PICTURES = ("image", "image[]")
 WITHOUT = ("mask", "markup")  # what OpenAI's models read besides
 MOST_FILES = 16  # of a request, as OpenAI has it
 MOST_FIELD = 1 << 16  # bytes of a field that is no file
-HELD_PIXELS = 4 * MOST_PIXELS  # of pictures of requests under way, at 3 bytes each
+HELD_PIXELS = 4 * MOST_PIXELS  # of pictures of requests under way, at 4 bytes each in Pillow
 
 
 async def read_edit(request: Request, decoder: DecodeThread) -> ParsedRequest:
     """What is to be drawn; raises an ApiError for what cannot be, once the body is read."""
     state = request.app.state
-    if state.uploads >= decoder.options.queue:
+    most = decoder.options.upload_mib << 20
+    size = min(int(request.headers.get("content-length", most)), most)
+    if state.uploads + size > decoder.options.slots * most:
         await read_rest(request)
-        raise full("other requests with pictures are read")
-    state.uploads += 1
+        raise full("too many uploads in progress")
+    state.uploads += size
     try:
         form = await read_form(request)
         try:
@@ -51,7 +53,7 @@ async def read_edit(request: Request, decoder: DecodeThread) -> ParsedRequest:
         finally:
             await form.close()
     finally:
-        state.uploads -= 1
+        state.uploads -= size
     return calls.read_call(asked, decoder.served, sources)
 
 
@@ -59,7 +61,7 @@ async def read_form(request: Request) -> FormData:
     limits = {"max_files": MOST_FILES, "max_fields": MOST_FIELDS, "max_part_size": MOST_FIELD}
     try:
         return await request.form(**limits)
-    except ApiError:  # of the body
+    except (ApiError, OSError, MemoryError):  # of the body, or of this machine
         raise
     except Exception as error:  # a damaged form may raise anything
         await read_rest(request)
@@ -117,7 +119,7 @@ async def read_sources(
         if size > MOST_PIXELS:
             raise refuse("image", f"{len(files)} pictures", f"{MOST_PIXELS} pixels together")
         if held + size > HELD_PIXELS:
-            raise full("too many pictures wait")
+            raise full("too many pictures in memory")
     return tuple(sources)
 
 

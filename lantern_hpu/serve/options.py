@@ -71,10 +71,8 @@ class ServeOptions:
     sglang: bool = option(
         False, "serve GLM-Image's tokens to SGLang Diffusion at /generate, and no pictures"
     )
-    sources: int = option(
-        0, "pictures that a request to /v1/images/edits may have; 0: it is off", low=0, high=16
-    )
-    upload_mib: int = option(64, "MiB that a request with pictures may have", low=1, high=1024)
+    sources: int = option(0, "maximum pictures per edit (0: edits off)", low=0, high=16)
+    upload_mib: int = option(64, "maximum upload size in MiB", low=1, high=1024)
     upload_timeout: float = option(
         60.0, "time limit in seconds for a request with pictures to arrive", low=1, high=3600
     )
@@ -113,6 +111,10 @@ class ServeOptions:
             if self.sglang and getattr(self, name):
                 what = words(Arg(name), "cannot be used with", Arg("sglang"))
                 raise OptionError(what, f"SGLang sends no {thing}", "leave it out")
+        without = {"model_sampling": "sglang", "upload_mib": "sources", "upload_timeout": "sources"}
+        for name, other in without.items():
+            if getattr(self, name) != getattr(ServeOptions, name) and not getattr(self, other):
+                raise OptionError(words(Arg(name), "has no effect without", Arg(other)))
         if self.device.keep_text == "free":
             why = "prompts come as long as the server runs"
             what = words(Arg("keep_text", "free"), "cannot be served")

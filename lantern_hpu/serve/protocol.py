@@ -213,8 +213,17 @@ else:
     )
 
 
+def with_files(schema: dict[str, Any]) -> None:
+    """Add the pictures of a form, which are read apart from its fields, to a JSON schema."""
+    file = {"type": "string", "format": "binary"}
+    schema["properties"] |= {"image": file, "image[]": {"type": "array", "items": file}}
+    schema["oneOf"] = [{"required": ["image"]}, {"required": ["image[]"]}]
+
+
 class EditsRequest(ImagesRequest):
     """Fields of a form whose files `image`, or `image[]`, are the pictures to draw from."""
+
+    model_config = ConfigDict(json_schema_extra=with_files)
 
     input_fidelity: Literal["high", "low"] | None = None
     safety_identifier: str | None = Field(None, description="not kept")

@@ -11,7 +11,7 @@ from lantern_hpu.decode.spec import Spec
 from lantern_hpu.errors import Arg, OptionError, words
 from lantern_hpu.methods.relaxation import PRESETS, Relaxation
 from lantern_hpu.methods.setting import AUTO, METHODS, Resolved, verified
-from lantern_hpu.models.config import TransformerConfig
+from lantern_hpu.models.config import ModelConfig, TransformerConfig
 from lantern_hpu.models.text.frames import reads_pictures, takes_negative
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.serve.options import SGLANG, ServeOptions
@@ -104,6 +104,14 @@ def usual_sampling(pipeline: LanternPipeline, options: ServeOptions) -> Sampling
     return replace(usual, top_k=min(usual.top_k, pipeline.model.vocabulary))
 
 
+def source_prefixes(config: ModelConfig, sources: int) -> tuple[int, ...]:
+    """One for each picture that a request may have, and at least up to one for the largest picture."""
+    prefixes, vision = config.target.source_prefixes, config.vision
+    largest = (vision.most // vision.step) ** 2 if vision else 0  # in codes
+    holding = 1 + sum(prefix < largest for prefix in prefixes)
+    return prefixes[: max(sources, holding)] if sources else ()
+
+
 def serve_method(
     pipeline: LanternPipeline, setting: Resolved, options: ServeOptions
 ) -> ServedMethod:
@@ -128,7 +136,7 @@ def serve_method(
         for size in options.sizes or (None,)
     ]
     words = (*config.prefixes, config.prefix) if config.prefixes else (None,)
-    prefixes = (*words, *config.source_prefixes[: options.sources])  # one more for each picture
+    prefixes = (*words, *source_prefixes(model.config, options.sources))
     shapes = tuple((spec.grid, prefix) for spec in specs for prefix in prefixes)
 
     def served(rule: Relaxation) -> bool:

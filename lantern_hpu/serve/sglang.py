@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 from lantern_hpu.core import Request, Sampling
+from lantern_hpu.decode.spec import Spec
 from lantern_hpu.errors import Arg, LanternError, as_option, needing
 from lantern_hpu.fields import MAX_SEED
 from lantern_hpu.models.text.tokens import FramedPrompt
@@ -69,16 +70,18 @@ def read_generate(body: dict[str, Any], decoder: DecodeThread) -> ParsedRequest:
     if len(set(counts)) > 1:
         raise refuse("image_data", counts, "as many values of each field")
     served = next(iter(menu.methods.values()))
-    requests = []
+    if counts[0] > decoder.options.queue:
+        raise refuse("input_ids", counts[0], f"up to {decoder.options.queue} prompts")
+    requests, needs = list[Request](), list[Spec]()
     for ids, grids, params in zip(*lists, strict=True):
         size = sent_size(grids, params.max_new_tokens, decoder)
         check_ids(ids, size, decoder)
         seed = secrets.randbelow(1 << 53) if params.sampling_seed is None else params.sampling_seed
         rule, sampling = served.setting.relaxation, sent_sampling(params, decoder)
         requests.append(Request(FramedPrompt(ids), seed, sampling, rule, size=size))
-        need = menu.spec_of(requests[-1], served.setting.tree)
-        calls.check_graph(need, served, params.model_dump())
-    return ParsedRequest(served, requests, False, (), size, need, ("png", 100), (), ())
+        needs.append(menu.spec_of(requests[-1], served.setting.tree))
+        calls.check_graph(needs[-1], served, params.model_dump())
+    return ParsedRequest(served, requests, False, (), size, needs, ("png", 100), (), ())
 
 
 def sent_size(grids: list[ImageGrids], count: int, decoder: DecodeThread) -> tuple[int, int]:
