@@ -56,7 +56,7 @@ CONSTANTS = {"tensor", "arange", "zeros", "ones", "full", "empty", "eye", "as_te
 
 # The size of the code in lines of Python, rounded up to 500: `python -m scripts.house` reports the size itself
 PRODUCT = 33_000  # lantern_hpu, backends and graphs
-WHOLE = 51_000  # the repository without its tests
+WHOLE = 51_500  # the repository without its tests
 NATIVE = 1_100  # lines of C of the product
 DATACLASSES = 115  # of the product
 OPTIONS = 43  # of `generate`
