@@ -14,6 +14,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from lantern_hpu.core import REPORTED
 from lantern_hpu.errors import needing
 from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.results.png import encode
@@ -221,6 +222,7 @@ class ImageRequestHandler:
     def metrics(self, done: Done) -> protocol.ImageMetrics:
         record = done.drawn.record
         drafts = METHODS[self.call.served.setting.method].drafts
+        fields = protocol.ImageMetrics.model_fields
         speculation = protocol.SpeculativeDecoding.of(record.steps, record.accepted_by_depth)
         return protocol.ImageMetrics(
             queue_s=round(done.queue, 4),
@@ -228,13 +230,7 @@ class ImageRequestHandler:
             prefill_s=round(done.prefill, 4),
             steps_s=round(done.decode, 4),
             decode_s=round(done.pixels, 4),
-            steps=record.steps,
-            tokens_per_step=record.tokens_per_step,
-            accepted_by_depth=record.accepted_by_depth,
-            relaxed_accepts=record.relaxed_accepts,
-            tv_mean=record.tv_mean,
-            tv_max=record.tv_max,
-            tv_sum=record.tv_sum,
+            **{name: getattr(record, name) for name in REPORTED if name in fields},
             speculative_decoding=speculation if drafts else None,
         )
 

@@ -162,7 +162,7 @@ def check_graph(need: Spec, served: ServedMethod, given: Mapping[str, Any]) -> N
     if (need.grid, need.prefix) not in served.shapes:
         most = max(prefix or 0 for _, prefix in served.shapes)
         what = f"prompt and pictures are padded to {need.prefix} tokens, at most {most} here"
-        hint = f"send fewer or smaller pictures; a server with more {as_option(Arg('sources'))} takes more"
+        hint = f"send fewer or smaller pictures, or ask for more {as_option(Arg('sources'))}"
         raise ApiError(400, f"{what}; {hint}", "image", "invalid_value")
     lacking = has.first_missing(need)
     if not lacking:

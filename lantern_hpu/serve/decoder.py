@@ -177,12 +177,8 @@ class DecodeThread:
         watch("num_pictures_waiting", pictures, lambda: len(self.tasks.pixels.tasks))
         taken = "Slots taken, of those of a method's engine"
         watch("slots_in_use_ratio", taken, lambda: self.running / slots)
-        captures = "Captures that should not be"
-        watch(
-            "recompiles_after_readiness",
-            captures,
-            lambda: sum(slots.recompiles for slots in self.all_slots),
-        )
+        more = "Captures that should not be", lambda: sum(s.recompiles for s in self.all_slots)
+        watch("recompiles_after_readiness", *more)
         memory, backend = "Most bytes of device memory in use so far", self.pipeline.backend
         watch("device_memory_peak_bytes", memory, lambda: backend.memory().peak or 0)
 

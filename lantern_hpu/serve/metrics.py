@@ -26,11 +26,7 @@ METRICS: dict[str, tuple[str, str, tuple[float, ...]]] = {
     "spec_decode_num_drafts": ("Trees that were verified", "method", ()),
     "spec_decode_num_draft_tokens": ("Drafts that were verified", "method", ()),
     "spec_decode_num_accepted_tokens": (ACCEPTED, "method", ()),
-    "spec_decode_num_accepted_tokens_per_pos": (
-        f"{ACCEPTED}, by depth in the tree from 0",
-        "method position",
-        (),
-    ),
+    "spec_decode_num_accepted_tokens_per_pos": (f"{ACCEPTED}, by depth", "method position", ()),
     "spec_decode_num_relaxed_tokens": ("Drafts accepted only thanks to relaxation", "method", ()),
     "spec_decode_tv": (COST, "method", ()),
     "tv_mean": (OF_A_TOKEN, "method", TV),

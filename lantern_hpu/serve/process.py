@@ -64,9 +64,8 @@ def listen(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         result.close()
         why = getattr(error, "strerror", None) or str(error)
-        raise OptionError(
-            f"cannot listen on {host}:{port}", why, words("another", Arg("port"))
-        ) from error
+        hint = words("another", Arg("port"))
+        raise OptionError(f"cannot listen on {host}:{port}", why, hint) from error
     return result
 
 
@@ -100,8 +99,9 @@ def load_decoder(options: ServeOptions) -> DecodeThread:
     check = partial(check_served, options)
     more: dict[str, Any] = {"given": options.given, "pictures": not options.sglang, "check": check}
     load = partial(LanternPipeline.from_pretrained, options.model, **more)
-    with ThreadPoolExecutor(1) as loading:
-        return DecodeThread(loading.submit(load, **vars(options.device)).result(), options)
+    with ThreadPoolExecutor(1) as loading:  # which also reads a first picture
+        made = loading.submit(lambda: DecodeThread(load(**vars(options.device)), options))
+        return made.result()
 
 
 class Connection(h11.Connection):

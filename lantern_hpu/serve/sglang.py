@@ -126,7 +126,8 @@ def sent_sampling(params: AskedSampling, decoder: DecodeThread) -> Sampling:
 async def generate(body: Annotated[dict[str, Any], Body()], request: HTTPRequest) -> Response:
     """Draw image tokens for framed prompts: for one, or a list for several."""
     decoder: DecodeThread = request.app.state.decoder
-    several = has_several(body)
+    ids = body.get("input_ids")
+    several = isinstance(ids, list) and isinstance(next(iter(ids), None), list)
     call = read_generate(body if several else {name: [body[name]] for name in body}, decoder)
     handler = ImageRequestHandler(request, decoder, call)
     handler.record.asked(call)
@@ -135,11 +136,6 @@ async def generate(body: Annotated[dict[str, Any], Body()], request: HTTPRequest
         return Response(status_code=CLOSED)
     drawn = [image_answer(handler, one) for one in images]
     return JSONResponse(drawn if several else drawn[0])
-
-
-def has_several(body: dict[str, Any]) -> bool:
-    ids = body.get("input_ids")
-    return isinstance(ids, list) and bool(ids) and isinstance(ids[0], list)
 
 
 def image_answer(handler: ImageRequestHandler, done: Done) -> dict[str, Any]:
