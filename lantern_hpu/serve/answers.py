@@ -203,12 +203,8 @@ class ImageRequestHandler:
         grids = [reader.grid(source) for source in first.sources] if reader else []
         seen = count * sum(map(math.prod, grids))
         parts = protocol.InputTokensDetails(text_tokens=read - seen, image_tokens=seen)
-        usage = protocol.Usage(
-            input_tokens=read,
-            input_tokens_details=parts,
-            output_tokens=drawn,
-            total_tokens=read + drawn,
-        )
+        counts = {"input_tokens": read, "output_tokens": drawn, "total_tokens": read + drawn}
+        usage = protocol.Usage(**counts, input_tokens_details=parts)
         return {
             "seed": first.seed,
             "method": setting.method,

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 from lantern_hpu.core import Request, Sampling
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.errors import Arg, OptionError, words
 from lantern_hpu.methods.relaxation import PRESETS, Relaxation
 from lantern_hpu.methods.setting import AUTO, METHODS, Resolved, verified
-from lantern_hpu.models.config import ModelConfig, TransformerConfig
+from lantern_hpu.models.config import ModelConfig
 from lantern_hpu.models.text.frames import reads_pictures, takes_negative
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.serve.options import SGLANG, ServeOptions
@@ -74,11 +73,6 @@ def make_served_model(pipeline: LanternPipeline, options: ServeOptions) -> Serve
             what, why = f"{name} cannot be allowed", f"none of {', '.join(served)} takes it"
             raise OptionError(what, why, Arg("method", "scd,ar"))
 
-    @lru_cache(256)
-    def spec_of(sampling: Sampling, rule: Relaxation, tree: Tree, sized: TransformerConfig) -> Spec:
-        request = Request("any", 0, sampling, rule)
-        return Spec.of([request], tree, 1, sized, model.listed_neighbours)
-
     return ServedModel(
         names=options.served_model_name or (model.name,),
         takes_negative=takes_negative(model.config.condition),
@@ -90,9 +84,7 @@ def make_served_model(pipeline: LanternPipeline, options: ServeOptions) -> Serve
         codes=model.codes,
         sampling=usual_sampling(pipeline, options),
         methods=served,
-        spec_of=lambda asked, tree: spec_of(
-            asked.sampling, asked.relaxation, tree, model.sizes([asked])
-        ),
+        spec_of=lambda asked, tree: pipeline.spec([asked], tree, 1),
     )
 
 
