@@ -271,9 +271,8 @@ class Body:
         self.whole = self.cut or not message.get("more_body", False)
         content = message.get("body", b"")
         if not self.size and content.startswith(GZIP):
-            raise ApiError(
-                415, "the body is gzip; send it as it is", None, "unsupported_media_type"
-            )
+            what = "the body is gzip; send it as it is"
+            raise ApiError(415, what, None, "unsupported_media_type")
         self.size += len(content)
         return message
 

@@ -66,13 +66,12 @@ def read_call(
         if seed > MAX_SEED - count:
             raise refuse("seed", seed, f"-1 (random) to {MAX_SEED - count}")
         asked_size = size if menu.by_request else None
-        rule, prompts = setting.relaxation, [asked.prompt]
         negative = given.get("negative_prompt")
         if negative and not menu.takes_negative:
             raise no_negative(menu.name)
         negative = negative if menu.takes_negative else None
-        settings = sampling, rule, negative, asked_size, sources
-        requests = in_turn(prompts, range(count), seed, *settings)
+        settings = sampling, setting.relaxation, negative, asked_size, sources
+        requests = in_turn([asked.prompt], range(count), seed, *settings)
         need = menu.spec_of(requests[0], setting.tree)
         check_graph(need, served, given)
         rows = need.grid[0] if need.grid and menu.rows > 1 else menu.rows

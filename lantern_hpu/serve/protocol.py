@@ -108,9 +108,8 @@ def invalid(errors: Sequence[Mapping[str, Any]], fields: Iterable[str] = ()) -> 
         return ApiError(400, f"the body is not valid JSON: {why}", None, "invalid_json")
     if error["type"] == "extra_forbidden":
         inner = ".".join(str(part)[:60] for part in error["loc"][1:])
-        what = (
-            f"unknown field {inner!r}; allowed: {', '.join(fields or ImagesRequest.model_fields)}"
-        )
+        allowed = ", ".join(fields or ImagesRequest.model_fields)
+        what = f"unknown field {inner!r}; allowed: {allowed}"
         return ApiError(400, what, param, "unknown_parameter")
     if error["type"] == "too_many_fields":
         return ApiError(400, error["msg"], None, "invalid_value")
@@ -163,9 +162,8 @@ class ImagesBody(BaseModel):
     def few(cls, body: Any) -> Any:
         """Each unknown field is an error of its own, and a body has room for a hundred thousand."""
         if isinstance(body, dict) and len(body) > MOST_FIELDS:
-            raise PydanticCustomError(
-                "too_many_fields", f"the body has more than {MOST_FIELDS} fields"
-            )
+            what = f"the body has more than {MOST_FIELDS} fields"
+            raise PydanticCustomError("too_many_fields", what)
         return body
 
     def given(self) -> dict[str, Any]:
