@@ -107,7 +107,7 @@ REFUSED = (
     (EMU35_IMAGE, "-text", "", "Qwen/Qwen2.5-7B-Instruct"),
     (EMU35_IMAGE, "-Emu3.5-VisionTokenizer", "", "BAAI/Emu3.5-VisionTokenizer"),
     (EMU35_IMAGE, "-model-00002-of-00002.safetensors", "", "model-00002-of-00002.safetensors"),
-    (EMU35_IMAGE, 'config.json:_name_or_path="BAAI/Emu3.5"', "", "Emu3.5-Image draws"),
+    (EMU35_IMAGE, 'config.json:_name_or_path="BAAI/Emu3.5"', "", "interleaves text and pictures"),
     (EMU35_IMAGE, "config.json:head_dim=32", "", "head_dim is 32, where 16 is known"),
     (EMU35_IMAGE, "", "--text-encoder {public}/janus-pro", "is not Qwen2.5's"),
     (EMU35_IMAGE, "", "--vq {public}/anole/vqgan.ckpt", "8192 codes, the target draws 131072"),

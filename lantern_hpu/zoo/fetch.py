@@ -83,8 +83,7 @@ def list_files(hub: ModuleType, part: Part, absent: Sequence[str]) -> list[File]
     for spec in absent:
         names = [name for name in spec.split("|") if name in there][:1]
         if ANY in spec:
-            depth = spec.count("/")
-            names = sorted(n for n in there if fnmatch(n, spec) and n.count("/") == depth)
+            names = sorted(name for name in there if fnmatch(name, spec))
         gone += [] if names else [spec]
         for name in names:
             stated, known = getattr(there[name].lfs, "sha256", None), part.sha256.get(name)
