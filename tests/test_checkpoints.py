@@ -60,7 +60,8 @@ FORMATS = {
     "Hugging Face folder with captions": (HUB_TEXT, "red"),
     "Chameleon, vqgan.ckpt": (ANOLE, "a cat"),
     "Chameleon, decoder inside": ("anole-hub", "a cat"),
-}
+}from tests.marks import mostly_slow
+
 
 
 @pytest.fixture(autouse=True)
@@ -250,7 +251,7 @@ def test_tokenizers_decode_as_their_twins(public: Path, file: str, twin: Any) ->
     near(image, twin(weights, codes[0].tolist()))
 
 
-@pytest.mark.parametrize("name", [TEXT, ANOLE])
+@pytest.mark.parametrize("name", mostly_slow([TEXT, ANOLE], TEXT))
 def test_training_sees_what_decoding_sees(public: Path, name: str) -> None:
     mine = opened(public, name)
     tokens = torch.arange(mine.target.config.tokens)[None] % mine.target.config.vocab_size

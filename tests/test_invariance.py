@@ -15,11 +15,12 @@ from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.png import read_png
 from scripts.measure import batches
 
-needs_library = pytest.mark.skipif(not native.isa(), reason=native.open_library()[1])
+needs_library = pytest.mark.skipif(not native.isa(), reason=native.open_library()[1])from tests.marks import mostly_slow
+
 
 
 @needs_library
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", mostly_slow([1, 2], 2))
 def test_batches_of_any_size_draw_the_same_images(model: Path, threads: int) -> None:
     """Of `ar`, a relaxed tree and a window; alone by one thread, together by one or two."""
     drawn: dict[int, list[list[list[int]]]] = {}

@@ -145,6 +145,7 @@ def test_pictures_are_those_of_diffusers(public: Path) -> None:
     assert vq.config.downsample == 8
 
 
+@pytest.mark.slow
 def test_guidance_that_its_authors_change_while_they_draw_is_reported(
     public: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

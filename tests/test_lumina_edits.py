@@ -107,6 +107,7 @@ def their_row(folder: Path, model: Any, prompt: str, source: SourcePicture) -> l
     return [0, *words, *picture, 8196, 8710, 8197, 8804 + SIZE[0] // 32, 8804 + SIZE[1] // 32]
 
 
+@pytest.mark.slow
 def test_greedy_pictures_are_those_of_transformers(folder: Path, pipeline: LanternPipeline) -> None:
     """Two prompts with sources of unequal sizes in one batch; the row that guidance subtracts begins at the picture."""
     prompts, sources = ("make it red", "dog"), (painted(300, 500), painted(500, 200))
@@ -188,6 +189,7 @@ def test_the_same_is_drawn_on_every_device(
     assert (got.tokens == want).all()
 
 
+@pytest.mark.slow
 def test_previews_are_of_the_size_that_is_drawn(pipeline: LanternPipeline) -> None:
     seen: list[tuple[int, int]] = []
 
