@@ -47,6 +47,7 @@ from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.train.unroll import Lesson
 from lantern_hpu.zoo.find import find_parts
 from tests import numpy_twins as twins
+from tests.marks import mostly_slow
 
 CODES = [3, 0, 9, 31, 60, 7, 7, 12, 1, 5]
 TEXT, HUB_TEXT, ANOLE, CLASS = "llamagen-t2i-256", "llamagen-t2i-512", "anole", "llamagen-c2i"
@@ -60,8 +61,7 @@ FORMATS = {
     "Hugging Face folder with captions": (HUB_TEXT, "red"),
     "Chameleon, vqgan.ckpt": (ANOLE, "a cat"),
     "Chameleon, decoder inside": ("anole-hub", "a cat"),
-}from tests.marks import mostly_slow
-
+}
 
 
 @pytest.fixture(autouse=True)

@@ -14,9 +14,9 @@ from lantern_hpu.commands.generate import main
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.png import read_png
 from scripts.measure import batches
+from tests.marks import mostly_slow
 
-needs_library = pytest.mark.skipif(not native.isa(), reason=native.open_library()[1])from tests.marks import mostly_slow
-
+needs_library = pytest.mark.skipif(not native.isa(), reason=native.open_library()[1])
 
 
 @needs_library
