@@ -98,7 +98,7 @@ def race(
         about = {"prompt": asked.prompt, "seed": asked.seed, "turns": asked.turns, "rows": rows}
         race.write_race(folder, runs, heading("lantern_hpu.race", pipeline, argv) | about)
     found = race.table(rows)
-    text = aligned([found.head, *found.lines]).replace("`", "")
+    text = aligned([[c.replace("`", "") for c in line] for line in (found.head, *found.lines)])
     tune = shell("tune", Arg("method", "scd"), Arg("model", model))
     return f"{text}\n\nto find the fastest window of this model on this machine:\n  {tune}"
 
