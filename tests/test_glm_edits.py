@@ -30,6 +30,7 @@ from lantern_hpu.ops.buffers import additive_mask, prefix_mask
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.sources import read_picture
 from lantern_hpu.zoo.find import find_parts
+from tests import test_glm_image
 from tests.emulated import emulated, rules
 from tests.marks import mostly_slow
 from tests.test_glm_draws import p_value, reference_order
@@ -74,20 +75,8 @@ def inputs_of(
 ) -> Any:
     """What transformers' processor makes of prompts with what our reader sees of their sources."""
     prepared = reader_of(model).prepared
-    messages = []
-    for prompt, own in zip(prompts, sources, strict=True):
-        pictures = [{"type": "image", "image": prepared(source)} for source in own]
-        content = [*pictures, {"type": "text", "text": prompt}]
-        messages.append([{"role": "user", "content": content}])
-    return processor.apply_chat_template(
-        messages,
-        tokenize=True,
-        padding=True,
-        target_h=32 * grid[0],
-        target_w=32 * grid[1],
-        return_dict=True,
-        return_tensors="pt",
-    )
+    pictures = [[prepared(source) for source in own] for own in sources]
+    return test_glm_image.inputs_of(processor, prompts, grid, pictures)
 
 
 def their_codes(theirs: Any, inputs: Any, own: Sequence[Sequence[SourcePicture]]) -> Tensor:

@@ -63,9 +63,18 @@ def reference(folder: Path) -> tuple[Any, Any]:
     return model.eval(), processor
 
 
-def inputs_of(processor: Any, prompts: Sequence[str], grid: tuple[int, int]) -> Any:
-    """What transformers' processor makes of prompts, padded on the left."""
-    messages = [[{"role": "user", "content": [{"type": "text", "text": p}]}] for p in prompts]
+def inputs_of(
+    processor: Any,
+    prompts: Sequence[str],
+    grid: tuple[int, int],
+    pictures: Sequence[Sequence[Image.Image]] | None = None,
+) -> Any:
+    """What transformers' processor makes of prompts, each behind its pictures, padded on the left."""
+    messages = []
+    for prompt, own in zip(prompts, pictures or [()] * len(prompts), strict=True):
+        content: list[dict[str, Any]] = [{"type": "image", "image": picture} for picture in own]
+        content.append({"type": "text", "text": prompt})
+        messages.append([{"role": "user", "content": content}])
     return processor.apply_chat_template(
         messages,
         tokenize=True,

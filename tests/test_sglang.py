@@ -2,8 +2,8 @@
 
 The client itself is tested where the environment variable SGLANG_WHEEL names its wheel, of which one file is read:
 
-    pip download sglang==0.5.23 --no-deps --dest /tmp
-    SGLANG_WHEEL=/tmp/sglang-0.5.23-cp311-cp311-manylinux_2_34_x86_64.whl pytest tests/test_sglang.py
+    pip download sglang==0.5.23 --no-deps --dest wheels
+    SGLANG_WHEEL=wheels/sglang-0.5.23-cp311-cp311-manylinux_2_34_x86_64.whl pytest tests/test_sglang.py
 """
 
 from __future__ import annotations

@@ -275,22 +275,6 @@ class Lumina2Frame(LuminaFrame):
             named = settings.get("bos_token") or settings.get("eos_token") or self.END
             return [self.vocabulary[named["content"] if isinstance(named, dict) else named]]
 
-    def axes(self, tokens: int, grids: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
-        """Places of a prompt's tokens on the axes of "mrope" [3][T], where it begins with sources of these grids.
-
-        A word's is the same on all three; a code's are the start of its picture, its row and its column.
-        """
-        at, places = 0, list[tuple[int, int, int]]()
-        for rows, columns in grids:
-            places.append((at, at, at))
-            first, cells = at + 1, product(range(rows), range(columns))
-            places += [(first, first + row, first + column) for row, column in cells]
-            at = first + max(rows, columns)
-            places.append((at, at, at))
-            at += 1
-        places += [(p, p, p) for p in range(at, at + tokens - len(places))]
-        return list(zip(*places, strict=True))
-
     def scale_notes(self, scale: float) -> list[str]:
         if scale in (1.0, self.LEAST_SCALE):
             return []
