@@ -282,8 +282,8 @@ class Backend(ABC):
         Where the device can, the peak starts again after this if `reset_peak`.
         """
 
-    def drafting_defaults(self, parameters: int) -> DraftingDefaults:
-        """How a target of this many parameters drafts here where nothing else was measured or asked for."""
+    def drafting_defaults(self, parameters: int, quantize: str | None = None) -> DraftingDefaults:
+        """How a target of this many parameters, in this format, drafts where nothing was measured or asked for."""
         return ACCELERATOR
 
     def fit(self, config: Sizes, options: DeviceOptions) -> DevicePlan:

@@ -104,7 +104,8 @@ class ImageGenerator:
 
     @property
     def drafting_defaults(self) -> DraftingDefaults:
-        return self.backend.drafting_defaults(self.model.config.target.parameters)
+        parameters = self.model.config.target.parameters
+        return self.backend.drafting_defaults(parameters, self.model.quantize)
 
     def situation(self, method: str, size: int) -> dict[str, Any]:
         """What decides which tree is best here: a tuned tree is found again by it."""

@@ -338,12 +338,13 @@ def test_auto_says_what_it_took_and_why(change: dict[str, Any], setting: str, wh
 def test_a_processor_takes_ar_for_small_models_and_a_window_for_large_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A longer one only where the native decoder multiplies bfloat16: with AVX2 it was slower than `ar`."""
+    """A longer one only where the native decoder multiplies bfloat16: with AVX2 or 8 bits it was slower than `ar`."""
     for isa, window in (("avx512_bf16", 5), ("avx2", 2), ("", 2)):
         monkeypatch.setattr(native, "isa", lambda isa=isa: isa)
         processor = get_backend("cpu")
         assert processor.drafting_defaults(10**8 - 1).method == "ar"
         assert processor.drafting_defaults(10**8) == DraftingDefaults("scd", window, False)
+        assert processor.drafting_defaults(10**8, "int8") == DraftingDefaults("scd", 2, False)
 
 
 def test_a_resolved_setting_is_not_resolved_again() -> None:

@@ -154,7 +154,7 @@ COMPILED = "inductor takes no call of C"
 # Bytes of a model in float32 that caches do not hold: reading them is what its steps wait for
 LARGE = 256 * 2**20
 # Drafts of a window: with guidance, a step over it fills 6 or 12 rows, which the native decoder multiplies at once.
-# At LlamaGen-XL's sizes the longer one is faster with AVX512-BF16, and slower than `ar` with AVX2.
+# At LlamaGen-XL's sizes the longer one is faster with AVX512-BF16, and slower than `ar` with AVX2 or weights of 8 bits.
 WINDOW, BF16_WINDOW = 2, 5
 
 
@@ -231,10 +231,11 @@ class CPUBackend(Backend):
     def synchronize(self) -> None:
         """Nothing to wait for: calls return when they are done."""
 
-    def drafting_defaults(self, parameters: int) -> DraftingDefaults:
+    def drafting_defaults(self, parameters: int, quantize: str | None = None) -> DraftingDefaults:
         if parameters < LARGE_PARAMETERS:
             return DraftingDefaults("ar", WINDOW, idle_arithmetic=False)
-        window = BF16_WINDOW if native.isa() == "avx512_bf16" else WINDOW
+        idle = native.isa() == "avx512_bf16" and not quantize
+        window = BF16_WINDOW if idle else WINDOW
         return DraftingDefaults("scd", window, idle_arithmetic=False)
 
     def best_dtype(self, parameters: int = 0) -> tuple[str, str]:

@@ -110,7 +110,7 @@ class CUDABackend(Backend):
         self.dtypes = dtypes_of(torch.cuda.get_device_capability())
         return True, torch.cuda.get_device_name()
 
-    def drafting_defaults(self, parameters: int) -> DraftingDefaults:
+    def drafting_defaults(self, parameters: int, quantize: str | None = None) -> DraftingDefaults:
         """A window: on an H200, at LlamaGen-XL's sizes, the fastest of the lossless settings that were measured; of
         the trees of `eagle` a chain, for one image and for eight."""
         return DraftingDefaults(method="scd", tree="chain")

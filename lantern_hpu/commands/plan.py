@@ -79,7 +79,7 @@ def print_plan(args: argparse.Namespace) -> None:
         print(json.dumps(rows, indent=2) if args.json else plan_table(rows))
         return
     model = find_model(args.name, given)
-    device = find_device(args.device, args.memory, model.config.target.parameters)
+    device = find_device(args.device, args.memory, model, args.quantize)
     method = None if args.serve else args.method
     setup = setup_of(model, device, method=method, tree=args.tree, **options)
     if args.serve:
@@ -200,7 +200,7 @@ def plan_row(name: str, where: str, memory: str | None, options: dict[str, Any])
     from lantern_hpu.tree import DraftTree, Tree
 
     model = find_model(name, PartOverrides())
-    device = find_device(where, memory, model.config.target.parameters)
+    device = find_device(where, memory, model, options["quantize"])
     setup = setup_of(model, device, **options)
     card = accelerators().get(where.partition(":")[0]) or accelerators().get(device.name)
 

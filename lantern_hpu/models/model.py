@@ -32,6 +32,7 @@ from lantern_hpu.models.transformer import Drafter, Target
 from lantern_hpu.models.vq import Tokenizer, VQModel
 from lantern_hpu.ops.buffers import ToDevice, to_device
 from lantern_hpu.ops.kernels import PLAIN, Kernels
+from lantern_hpu.ops.quantized import layers_of
 
 CACHED_NEIGHBOURS = 1024  # neighbours kept in the cache: no published setting uses more than 1000
 COMPARED = 1024  # codes compared with all others at a time
@@ -131,13 +132,9 @@ class EmptyModel:
 
     @property
     def matrices(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Of target and drafter: those that may be kept in a smaller format, which are all but the embeddings'."""
+        """Of target and drafter: those that may be kept in a smaller format."""
         target, drafter = (
-            [
-                layer.weight
-                for name, layer in module.named_modules()
-                if isinstance(layer, nn.Linear) and not name.startswith("embed.")
-            ]
+            [layer.weight for *_, layer in layers_of(module, nn.Linear)]
             for module in (self.target, self.drafter or nn.Module())
         )
         return target, drafter

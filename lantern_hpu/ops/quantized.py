@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -88,10 +88,19 @@ def plain_layer(layer: QuantizedLinear, dtype: torch.dtype) -> nn.Linear:
     return result
 
 
-def replace_layers(module: nn.Module, kind: type, change: Callable[[Any], nn.Module]) -> None:
-    """Replace the layers of a class in a target or a drafter, but for those that make its embeddings."""
+def layers_of(module: nn.Module, kind: type) -> Iterator[tuple[nn.Module, str, Any]]:
+    """Layers of a class in a target or a drafter, each behind its parent and its name there.
+
+    Those that make embeddings keep their number format, and are left out.
+    """
     for name, child in [*module.named_children()]:
         if type(child) is kind:
-            setattr(module, name, change(child))
+            yield module, name, child
         elif name != "embed":
-            replace_layers(child, kind, change)
+            yield from layers_of(child, kind)
+
+
+def replace_layers(module: nn.Module, kind: type, change: Callable[[Any], nn.Module]) -> None:
+    """Replace the layers of a class in a target or a drafter."""
+    for parent, name, layer in layers_of(module, kind):
+        setattr(parent, name, change(layer))

@@ -89,8 +89,11 @@ def parse_memory(text: str) -> int:
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
 
-def find_device(device: str, memory: str | None, parameters: int) -> DeviceMemory:
-    """A device or card by name, to run a model of `parameters` numbers; `NAME:24GB` says how much memory it has."""
+def find_device(
+    device: str, memory: str | None, model: Counted, quantize: str | None = None
+) -> DeviceMemory:
+    """A device or card by name, to run a model in this format; `NAME:24GB` says how much memory it has."""
+    parameters = model.config.target.parameters
     name, _, amount = device.partition(":")
     text, where = memory or amount, "as given"
     size = parse_memory(text) if text else None
@@ -121,7 +124,7 @@ def find_device(device: str, memory: str | None, parameters: int) -> DeviceMemor
         best,
         backend.quantized,
         is_host=backend.is_host,
-        drafting=backend.drafting_defaults(parameters),
+        drafting=backend.drafting_defaults(parameters, quantize or model.quantize),
         shares_pool=backend.shares_pool,
         name=backend.name,
     )
