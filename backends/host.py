@@ -28,8 +28,10 @@ GROUPS = (
 
 
 def processor_name() -> str:
-    """The processor's model name."""
-    return cpuinfo("model name") or platform.processor() or platform.machine()
+    """The processor's model name, and its number: a virtual machine's name, such as AMD EPYC, tells no generation."""
+    name = cpuinfo("model name") or platform.processor() or platform.machine()
+    family, model = cpuinfo("cpu family"), cpuinfo("model")
+    return f"{name} (family {family}, model {model})" if family and model else name
 
 
 def native_bfloat16() -> str | None:

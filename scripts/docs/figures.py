@@ -16,7 +16,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from textwrap import fill
@@ -37,27 +37,35 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 MARKED = re.compile(
     r"(<!-- figures: (\S+)(?: (\w+))? -->\n)(.*?)(<!-- end of figures -->)", re.DOTALL
 )
-MACHINES = ("2 cores with AMX", "2 cores, AVX512-BF16", "2 cores, limited to AVX2")
+MACHINES = ("2 cores with AMX", "2 cores, AVX512-BF16 (Zen 4)", "2 cores, limited to AVX2")
 # Panels of the chart: a title, and the files of each machine
 PANELS: dict[str, dict[str, tuple[str, ...]]] = {
     "LlamaGen-XL's sizes": {
         "2 cores with AMX": ("xl-amx-default.json", "xl-amx-relaxed.json"),
-        "2 cores, AVX512-BF16": ("xl-avx512.json",),
+        "2 cores, AVX512-BF16 (Zen 4)": ("xl-zen4.json",),
         "2 cores, limited to AVX2": ("xl-avx2-limited.json",),
     },
     "the embedded model, 13 M": {
         "2 cores with AMX": ("embedded-amx.json",),
-        "2 cores, AVX512-BF16": ("embedded-avx512.json",),
+        "2 cores, AVX512-BF16 (Zen 4)": ("embedded-avx512.json",),
     },
 }
 
-PEERS = "peers-xl.json"  # milliseconds of a pass by other programs, on the first of these machines
 # Machines of the front page's chart, and files of LlamaGen-XL's sizes that were measured on each
 MINUTES: dict[str, tuple[str, ...]] = {
-    "2 cores, AVX512-BF16": ("xl-avx512.json", "xl-tv.json"),
-    "2 cores, limited to AVX2": ("xl-avx2-limited.json",),
-    "2 cores with AMX, version 0.2": ("xl-amx-default.json", "xl-amx-relaxed.json"),
+    "2 cores, Zen 4, bfloat16": ("xl-zen4.json", "xl-zen4-tv.json"),
+    "2 cores, Zen 4, weights of 8 bits": ("xl-int8.json",),
+    "2 cores with twice the arithmetic, bfloat16": ("xl-avx512.json", "xl-tv.json"),
     "NVIDIA H200": ("xl-h200.json", "xl-h200-batches.json"),
+}
+PEERS = "peers-xl.json"  # milliseconds of a pass by other programs
+# Those of a panel, by the bar's name: the program, and the format where it is another than the panel's
+PROGRAMS: dict[str, dict[str, tuple[str, str]]] = {
+    "2 cores, Zen 4, bfloat16": {
+        "transformers": ("transformers", ""),
+        "llama.cpp": ("llama.cpp", ""),
+    },
+    "2 cores, Zen 4, weights of 8 bits": {"llama.cpp": ("llama.cpp Q4_0", "Q4_0 (4 bits)")},
 }
 COST = 0.1  # total variation a token, at most, of the chart's relaxed setting
 
@@ -193,16 +201,15 @@ def take_race(folder: Path) -> None:
 # ------------------------------------------------------------------------------------ charts
 
 
-def minutes(files: Sequence[str], peers: bool) -> dict[str, tuple[float, str]]:
+def minutes(machine: str) -> dict[str, tuple[float, str]]:
     """Images a minute by what draws them, each with its setting, as far as they were measured.
 
     Those of other programs are of as many passes over one token as an image has tokens, without prompt and pixels.
     """
-    result = {}
-    if peers:
-        tokens = read(files[0])["sizes"]["tokens"]
-        for program in ("transformers", "llama.cpp"):
-            result[program] = 60_000 / (read(PEERS)["ms"][program]["1"] * tokens), ""
+    result, files = {}, MINUTES[machine]
+    tokens = read(files[0])["sizes"]["tokens"]
+    for name, (program, form) in PROGRAMS.get(machine, {}).items():
+        result[name] = 60_000 / (read(PEERS)["ms"][program]["1"] * tokens), form
     rows = [row for file in files for _, row in speeds(file)]
     kinds = {
         "this package, ar": [row for row in rows if row["method"] == "ar"][:1],
@@ -220,12 +227,11 @@ def minutes(files: Sequence[str], peers: bool) -> dict[str, tuple[float, str]]:
 
 def minutes_chart() -> bytes:
     """Images a minute at LlamaGen-XL's sizes: a panel a machine, a bar for each of what may draw them."""
-    kinds = [*minutes(MINUTES["2 cores, AVX512-BF16"], True)]
+    kinds = [*minutes(next(iter(MINUTES)))]
     with plots.in_style("compare"):
         figure, axes = plots.panels(9.6, 4.2, columns=2, rows=2)
-        for panel, (title, files) in zip(axes, MINUTES.items(), strict=True):
-            found = minutes(files, panel is axes[0])
-            draw_minutes(panel, title, kinds, found)
+        for panel, title in zip(axes, MINUTES, strict=True):
+            draw_minutes(panel, title, kinds, minutes(title))
         return plots.saved(figure, "png")
 
 
@@ -238,7 +244,7 @@ def draw_minutes(
     colors = ["#999999" if "this" not in kind and "best" not in kind else "C0" for kind in kinds]
     panel.bar_label(panel.barh(kinds, rates, color=colors), labels, padding=4)
     panel.set_ylim(len(kinds) - 0.5, -0.5)
-    panel.set_xlim(0, max(rates) * 2.1)
+    panel.set_xlim(0, max(rates) * 2.3)
     panel.grid(axis="y", visible=False)
     panel.set_xlabel("images a minute")
     panel.set_title(title)
