@@ -32,7 +32,7 @@ from lantern_hpu.models.transformer import Drafter, Target
 from lantern_hpu.models.vq import Tokenizer, VQModel
 from lantern_hpu.ops.buffers import ToDevice, to_device
 from lantern_hpu.ops.kernels import PLAIN, Kernels
-from lantern_hpu.ops.quantized import layers_of
+from lantern_hpu.ops.quantized import matrix_layers
 
 CACHED_NEIGHBOURS = 1024  # neighbours kept in the cache: no published setting uses more than 1000
 COMPARED = 1024  # codes compared with all others at a time
@@ -134,7 +134,7 @@ class EmptyModel:
     def matrices(self) -> tuple[list[Tensor], list[Tensor]]:
         """Of target and drafter: those that may be kept in a smaller format."""
         target, drafter = (
-            [layer.weight for *_, layer in layers_of(module, nn.Linear)]
+            [layer.weight for *_, layer in matrix_layers(module, nn.Linear)]
             for module in (self.target, self.drafter or nn.Module())
         )
         return target, drafter

@@ -88,7 +88,7 @@ def plain_layer(layer: QuantizedLinear, dtype: torch.dtype) -> nn.Linear:
     return result
 
 
-def layers_of(module: nn.Module, kind: type) -> Iterator[tuple[nn.Module, str, Any]]:
+def matrix_layers(module: nn.Module, kind: type) -> Iterator[tuple[nn.Module, str, Any]]:
     """Layers of a class in a target or a drafter, each behind its parent and its name there.
 
     Those that make embeddings keep their number format, and are left out.
@@ -97,10 +97,10 @@ def layers_of(module: nn.Module, kind: type) -> Iterator[tuple[nn.Module, str, A
         if type(child) is kind:
             yield module, name, child
         elif name != "embed":
-            yield from layers_of(child, kind)
+            yield from matrix_layers(child, kind)
 
 
 def replace_layers(module: nn.Module, kind: type, change: Callable[[Any], nn.Module]) -> None:
     """Replace the layers of a class in a target or a drafter."""
-    for parent, name, layer in layers_of(module, kind):
+    for parent, name, layer in matrix_layers(module, kind):
         setattr(parent, name, change(layer))
