@@ -234,10 +234,9 @@ class CPUBackend(Backend):
     def drafting_defaults(self, parameters: int, quantize: str | None = None) -> DraftingDefaults:
         if parameters < LARGE_PARAMETERS:
             return DraftingDefaults("ar", WINDOW, idle_arithmetic=False)
-        reads_longest = (
-            native.isa() == "avx512_bf16" and not quantize
-        )  # so that more rows cost little
-        window = BF16_WINDOW if reads_longest else WINDOW
+        # Where a step waits for memory, and more rows cost little
+        longer = native.isa() == "avx512_bf16" and not quantize
+        window = BF16_WINDOW if longer else WINDOW
         return DraftingDefaults("scd", window, idle_arithmetic=False)
 
     def best_dtype(self, parameters: int = 0) -> tuple[str, str]:
