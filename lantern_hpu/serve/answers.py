@@ -31,12 +31,8 @@ with needing("fastapi", "the server is built on it", "serve"):
 SILENT = 15.0  # seconds after which an answer that waits says so
 CLOSED = 499  # status in log and metrics where the client left, as nginx has it
 KEPT_FILES, KEPT_SECONDS = 64, 3600.0  # pictures that answers have addresses of: the last ones
-UNLOGGED = (
-    "prompt",
-    "negative_prompt",
-    "image",
-    "image[]",
-)  # messages may quote words and file names
+# Fields whose values messages may quote: words, and names of files
+UNLOGGED = ("prompt", "negative_prompt", "image", "image[]")
 log = logging.getLogger("lantern_hpu.serve")
 
 

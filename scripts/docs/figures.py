@@ -16,11 +16,11 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from textwrap import fill
-from typing import Any
+from typing import Any, NamedTuple
 
 from lantern_hpu.bench.columns import relaxed_name
 from lantern_hpu.files import write_file
@@ -51,21 +51,30 @@ PANELS: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }
 
-# Machines of the front page's chart, and files of LlamaGen-XL's sizes that were measured on each
-MINUTES: dict[str, tuple[str, ...]] = {
-    "2 cores, Zen 4, bfloat16": ("xl-zen4.json", "xl-zen4-tv.json"),
-    "2 cores, Zen 4, weights of 8 bits": ("xl-int8.json",),
-    "2 cores with twice the arithmetic, bfloat16": ("xl-avx512.json", "xl-tv.json"),
-    "NVIDIA H200": ("xl-h200.json", "xl-h200-batches.json"),
-}
 PEERS = "peers-xl.json"  # milliseconds of a pass by other programs
-# Those of a panel, by the bar's name: the program, and the format where it is another than the panel's
-PROGRAMS: dict[str, dict[str, tuple[str, str]]] = {
-    "2 cores, Zen 4, bfloat16": {
-        "transformers": ("transformers", ""),
-        "llama.cpp": ("llama.cpp", ""),
-    },
-    "2 cores, Zen 4, weights of 8 bits": {"llama.cpp": ("llama.cpp Q4_0", "Q4_0 (4 bits)")},
+
+
+class Measured(NamedTuple):
+    """What a panel of the front page's chart shows: files of LlamaGen-XL's sizes that were measured on a machine.
+
+    Attributes:
+        programs: others, by the bar's name: the name in `PEERS`, and the format where it is another than the panel's.
+    """
+
+    files: tuple[str, ...]
+    programs: Mapping[str, tuple[str, str]] = {}
+
+
+MINUTES = {
+    "2 cores, Zen 4, bfloat16": Measured(
+        ("xl-zen4.json", "xl-zen4-tv.json"),
+        {"transformers": ("transformers", ""), "llama.cpp": ("llama.cpp", "")},
+    ),
+    "2 cores, Zen 4, weights of 8 bits": Measured(
+        ("xl-int8.json",), {"llama.cpp": ("llama.cpp Q4_0", "Q4_0 (4 bits)")}
+    ),
+    "2 cores with twice the arithmetic, bfloat16": Measured(("xl-avx512.json", "xl-tv.json")),
+    "NVIDIA H200": Measured(("xl-h200.json", "xl-h200-batches.json")),
 }
 COST = 0.1  # total variation a token, at most, of the chart's relaxed setting
 
@@ -201,16 +210,15 @@ def take_race(folder: Path) -> None:
 # ------------------------------------------------------------------------------------ charts
 
 
-def minutes(machine: str) -> dict[str, tuple[float, str]]:
+def minutes(measured: Measured) -> dict[str, tuple[float, str]]:
     """Images a minute by what draws them, each with its setting, as far as they were measured.
 
     Those of other programs are of as many passes over one token as an image has tokens, without prompt and pixels.
     """
-    result, files = {}, MINUTES[machine]
-    tokens = read(files[0])["sizes"]["tokens"]
-    for name, (program, form) in PROGRAMS.get(machine, {}).items():
+    result, tokens = {}, read(measured.files[0])["sizes"]["tokens"]
+    for name, (program, form) in measured.programs.items():
         result[name] = 60_000 / (read(PEERS)["ms"][program]["1"] * tokens), form
-    rows = [row for file in files for _, row in speeds(file)]
+    rows = [row for file in measured.files for _, row in speeds(file)]
     kinds = {
         "this package, ar": [row for row in rows if row["method"] == "ar"][:1],
         "best lossless setting": [row for row in rows if not is_relaxed(row)],
@@ -227,11 +235,12 @@ def minutes(machine: str) -> dict[str, tuple[float, str]]:
 
 def minutes_chart() -> bytes:
     """Images a minute at LlamaGen-XL's sizes: a panel a machine, a bar for each of what may draw them."""
-    kinds = [*minutes(next(iter(MINUTES)))]
+    panels = {title: minutes(measured) for title, measured in MINUTES.items()}
+    kinds = [*next(iter(panels.values()))]  # of the machine on which all were measured
     with plots.in_style("compare"):
         figure, axes = plots.panels(9.6, 4.2, columns=2, rows=2)
-        for panel, title in zip(axes, MINUTES, strict=True):
-            draw_minutes(panel, title, kinds, minutes(title))
+        for panel, (title, found) in zip(axes, panels.items(), strict=True):
+            draw_minutes(panel, title, kinds, found)
         return plots.saved(figure, "png")
 
 
