@@ -5,28 +5,55 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageCms, features
 
 from lantern_hpu.core import MOST_ASPECT, SourcePicture
 from lantern_hpu.errors import Arg, LanternError, OptionError, words
 from lantern_hpu.files import check_regular
 from lantern_hpu.methods.request import check_count
+from lantern_hpu.results.picture_files import PictureError, PictureFile, open_parts, orientation_of
 
-FORMATS = ("PNG", "JPEG", "WEBP")
+READ = ("PNG", "JPEG", "WebP", *(["AVIF"] if features.check("avif") else []))
 MOST_PIXELS = 64_000_000  # of a source, known from its header before it is decoded
 TOO_LARGE = "it has too many pixels", f"at most {MOST_PIXELS // 10**6} million"
 LEAST_SIDE = 16  # in pixels
 WHITE = (255, 255, 255, 255)
+STRIP = 1 << 18  # pixels that are converted at a time
+PNG_DEPTH = 24  # where a PNG says how many bits a number has
+# Turns of EXIF: of Pillow's, and whether rows of the result are rows of the picture, counted from the far end
+Method = Image.Transpose
+TURNS: dict[int, tuple[Method | None, bool, bool]] = {
+    1: (None, True, False),
+    2: (Method.FLIP_LEFT_RIGHT, True, False),
+    3: (Method.ROTATE_180, True, True),
+    4: (Method.FLIP_TOP_BOTTOM, True, True),
+    5: (Method.TRANSPOSE, False, False),
+    6: (Method.ROTATE_270, False, False),
+    7: (Method.TRANSVERSE, False, True),
+    8: (Method.ROTATE_90, False, True),
+}
+# Modes whose colours a profile of this space may describe
+PROFILED = {
+    "RGB": {"RGB", "RGBA", "P", "PA", "L", "LA", "1"},
+    "GRAY": {"L", "LA", "1", "I;16", "I;16L", "I;16B"},
+    "CMYK": {"CMYK"},
+}
+# Modes of numbers whose range is not known: 0 to 1, to 255 or to 65535
+UNRANGED = ("I", "F")
 
 
 def read_picture(given: Any, name: str = "") -> SourcePicture:
-    """A source from a picture of PIL, a path, or the bytes of a file: PNG, JPEG or WebP, of which the first frame.
+    """A source from a picture of PIL, a path, or the bytes of a file: the first frame of a PNG, JPEG, WebP or AVIF.
 
-    It is turned as its EXIF says, laid on white where it is transparent, and RGB from then on.
+    It is turned as its EXIF says, converted to sRGB where it has a colour profile, laid on white where it is
+    transparent, and RGB from then on.
 
     Args:
         name: what errors call it; its path, if it has one.
@@ -34,8 +61,21 @@ def read_picture(given: Any, name: str = "") -> SourcePicture:
     Raises:
         OptionError: it is no such picture, cut off, of too many pixels, too small, or too long for its height.
     """
+    picture = open_picture(given, name)
+    result = Image.new("RGB", picture.size, None)
+    for top, strip in picture.strips():
+        result.paste(strip, (0, top))
+    return SourcePicture(result, picture.digest)
+
+
+def open_picture(given: Any, name: str = "") -> OpenPicture:
+    """A picture whose size is known and fits; it is not decoded yet.
+
+    Raises:
+        OptionError: as from `read_picture`, as far as it is known before.
+    """
     if isinstance(given, Image.Image):
-        return source_of(given, name)
+        return OpenPicture(given, name, partial(given_orientation, given))
     if isinstance(given, str | os.PathLike):
         name = name or str(given)
         given = bytes_of(Path(given), name)
@@ -43,15 +83,33 @@ def read_picture(given: Any, name: str = "") -> SourcePicture:
         why = f"it is of type {type(given).__name__}"
         raise refused(name, why, "a picture of PIL, or the path of a file")
     try:
-        image = Image.open(io.BytesIO(given), formats=FORMATS)
+        parts = open_parts(given)
+    except PictureError as error:
+        raise refused(name, str(error), "the same, saved again as a plain PNG or JPEG") from error
+    formats = " or ".join([", ".join(READ[:-1]), READ[-1]])
+    if parts.kind not in READ:
+        why = f"it is {parts.kind}" if parts.kind else "it is no picture"
+        raise refused(name, f"{why}, not {formats}", "save it as PNG")
+    try:
+        image = Image.open(io.BytesIO(parts.data), formats=[parts.kind.upper()])
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise refused(name, *TOO_LARGE) from error
     except MemoryError:
         raise
     except Exception as error:  # a damaged header may raise anything
-        raise refused(name, "it is not a PNG, JPEG or WebP file") from error
-    with image:
-        return source_of(image, name)
+        raise damaged(name, error) from error
+    if parts.profile is not None:
+        image.info["icc_profile"] = parts.profile
+    if image.mode == "RGB" and "transparency" in image.info and given[PNG_DEPTH] == 16:
+        image.info["transparency"] = tuple(value >> 8 for value in image.info["transparency"])
+    exif = parts.exif or image.info.get("exif", b"").removeprefix(b"Exif\0\0")
+    return OpenPicture(image, name, partial(orientation_of, exif), parts)
+
+
+def given_orientation(image: Image.Image) -> int:
+    """Of a picture of PIL, which may have been set by a program."""
+    value = image.getexif().get(0x0112, 1)
+    return value if value in TURNS else 1
 
 
 def bytes_of(path: Path, name: str) -> bytes:
@@ -64,18 +122,132 @@ def bytes_of(path: Path, name: str) -> bytes:
         raise refused(name, getattr(error, "strerror", None) or str(error)) from error
 
 
-def source_of(image: Image.Image, name: str) -> SourcePicture:
-    check_size(image, name)
+@dataclass
+class OpenPicture:
+    """A picture that may be decoded.
+
+    Attributes:
+        orientation: finds how it is turned, 1 to 8.
+        parts: of its file, if it has one.
+        digest: sha256 of its size and pixels, once all strips are made.
+    """
+
+    image: Image.Image
+    name: str
+    orientation: Callable[[], int]
+    parts: PictureFile | None = None
+    digest: str = ""
+
+    def __post_init__(self) -> None:
+        check_size(self.image, self.name)
+        if self.image.mode in UNRANGED:
+            why = f"its numbers are of mode {self.image.mode}, whose range is not known"
+            hint = "whole numbers of 0 to 255: Image.fromarray(array.astype(numpy.uint8))"
+            raise refused(self.name, why, hint)
+        try:
+            self.turn = TURNS[self.orientation()]
+        except Exception:  # of a damaged EXIF, whose picture is whole
+            self.turn = TURNS[1]
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height as it is shown."""
+        width, height = self.image.size
+        return (width, height) if self.turn[1] else (height, width)
+
+    def strips(self) -> Iterator[tuple[int, Image.Image]]:
+        """Its rows as it is shown, RGB, some at a time, each with the number of the first: no second copy is needed.
+
+        Raises:
+            OptionError: it is damaged or cut off.
+        """
+        width, height = self.size
+        digest = hashlib.sha256(f"{width}x{height}:".encode())
+        rows = max(1, STRIP // width)
+        try:
+            self.image.load()
+            to_rgb = RGBConversion(self.image)
+            for top in range(0, height, rows):
+                strip = to_rgb(self.upright(top, min(top + rows, height)))
+                digest.update(strip.tobytes())
+                yield top, strip
+        except (MemoryError, GeneratorExit):
+            raise
+        except Exception as error:  # decoders raise anything for a damaged file
+            raise damaged(self.name, error) from error
+        self.digest = digest.hexdigest()
+
+    def upright(self, top: int, bottom: int) -> Image.Image:
+        """Rows of the picture as it is shown."""
+        method, by_rows, from_end = self.turn
+        width, height = self.image.size
+        if from_end:
+            end = height if by_rows else width
+            top, bottom = end - bottom, end - top
+        box = (0, top, width, bottom) if by_rows else (top, 0, bottom, height)
+        strip = self.image.crop(box)
+        return strip if method is None else strip.transpose(method)
+
+
+class RGBConversion:
+    """Makes any strip of a picture RGB: in sRGB, on white."""
+
+    def __init__(self, image: Image.Image) -> None:
+        self.transparent = image.has_transparency_data
+        self.mode = "RGBA" if self.transparent else "RGB"  # that `transform` takes
+        self.transform: Any = None  # from the colours of a profile
+        if profile := image.info.get("icc_profile"):
+            self.mode, self.transform = colour_transform(profile, image.mode, self.mode)
+
+    def __call__(self, strip: Image.Image) -> Image.Image:
+        if strip.mode.startswith("I;16"):
+            strip = eight_bits(strip)
+        elif self.transparent and self.mode == "L":  # of a profile of greys
+            strip = on_white(strip.convert("RGBA"))
+        strip = strip.convert(self.mode)
+        if self.transform is not None:
+            strip = ImageCms.applyTransform(strip, self.transform) or strip
+        return on_white(strip) if strip.mode == "RGBA" else strip.convert("RGB")
+
+
+def on_white(strip: Image.Image) -> Image.Image:
+    if strip.getchannel("A").getextrema()[0] == 255:
+        return strip.convert("RGB")
+    white = Image.new("RGBA", strip.size, WHITE)
+    return Image.alpha_composite(white, strip).convert("RGB")
+
+
+def eight_bits(strip: Image.Image) -> Image.Image:
+    """16 bits of grey as 8; a value that is declared transparent is white."""
+    values = np.asarray(strip)  # [h, w] uint16
+    grey = (values >> 8).astype(np.uint8)
+    grey[values == strip.info.get("transparency", -1)] = 255
+    return Image.fromarray(grey)
+
+
+def colour_transform(profile: bytes, mode: str, usual: str) -> tuple[str, Any]:
+    """From the colours of an ICC profile to sRGB, behind the mode that it takes.
+
+    Where colours stay it is None, behind the `usual` mode, RGB or RGBA: the profile is damaged, of other colours than
+    the picture's mode, or sRGB itself.
+    """
     try:
-        picture = upright_rgb(image)
-    except MemoryError:
-        raise
-    except Exception as error:  # decoders raise anything for a damaged file
-        why = f"it is damaged or cut off: {error or type(error).__name__}"
-        raise refused(name, why, "another copy of it") from error
-    digest = hashlib.sha256(f"{picture.width}x{picture.height}:".encode())
-    digest.update(picture.tobytes())
-    return SourcePicture(picture, digest.hexdigest())
+        source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+        space = source.profile.xcolor_space.strip()
+        if mode not in PROFILED.get(space, ()):
+            return usual, None
+        taken = {"RGB": usual, "GRAY": "L", "CMYK": "CMYK"}[space]
+        goal = usual if space == "RGB" else "RGB"
+        transform = ImageCms.buildTransform(source, ImageCms.createProfile("sRGB"), taken, goal)
+    except (ImageCms.PyCMSError, OSError):
+        return usual, None
+    if space == "RGB":
+        colours = 31 * np.indices((9, 9, 9)).reshape(3, 729).T  # [729, 3], each 0 to 248
+        probe = Image.fromarray(colours[None].astype(np.uint8)).convert(usual)
+        shown = np.asarray(ImageCms.applyTransform(probe, transform)).astype(int)
+        if np.abs(shown - np.asarray(probe)).max() <= 1:
+            return usual, None
+    return taken, transform
 
 
 def check_size(image: Image.Image, name: str) -> None:
@@ -90,18 +262,9 @@ def check_size(image: Image.Image, name: str) -> None:
         raise refused(name, size, f"a side of at most {MOST_ASPECT} times the other")
 
 
-def upright_rgb(image: Image.Image) -> Image.Image:
-    """A picture of its own: turned as its EXIF says, on white, RGB."""
-    image.load()
-    turned = ImageOps.exif_transpose(image)
-    if turned.mode.startswith("I"):  # 16 bits of grey
-        turned = Image.fromarray((np.asarray(turned).astype(np.uint32) >> 8).astype(np.uint8))
-    if turned.has_transparency_data:
-        turned = turned.convert("RGBA")
-        turned = Image.alpha_composite(Image.new("RGBA", turned.size, WHITE), turned)
-    picture = turned.convert("RGB")
-    picture.info.clear()
-    return picture
+def damaged(name: str, error: Exception) -> OptionError:
+    why = f"it is damaged or cut off: {error or type(error).__name__}"
+    return refused(name, why, "another copy of it")
 
 
 def refused(name: str, why: str, hint: str = "") -> OptionError:

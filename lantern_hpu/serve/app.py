@@ -7,18 +7,18 @@ import ipaddress
 import logging
 import re
 import secrets
-import time
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine
 from contextlib import asynccontextmanager
 from functools import cache, partial
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from lantern_hpu import __version__
 from lantern_hpu.errors import Arg, as_option, needing
 from lantern_hpu.serve import edits, protocol, sglang
 from lantern_hpu.serve.answers import CLOSED, ImageRequestHandler, Record, kept_file
 from lantern_hpu.serve.api_page import api_page
+from lantern_hpu.serve.bodies import BODY_SECONDS, AllowedBody, Body
 from lantern_hpu.serve.calls import ParsedRequest, check_name, read_call
 from lantern_hpu.serve.decoder import DecodeThread
 from lantern_hpu.serve.options import MAX_BODY, PREFIX, ServeOptions
@@ -43,9 +43,6 @@ SCHEMAS = "#/components/schemas/{model}"
 PROBES = ("/livez", "/readyz", "/health")
 FORWARDED = {"proto": "https?", "host": r"[\w.:\[\]-]+", "prefix": PREFIX}  # X-Forwarded-*
 NO_KEY = "wrong or missing API key"
-DISCARDED = 64 * 2**20  # bytes of a body that is too large, read and forgotten
-BODY_SECONDS = 10.0  # in which a body has to arrive
-GZIP = b"\x1f\x8b"  # how such a body begins
 STOPPING = 0.3  # seconds for the decode thread to end, once all its images are answered
 STALE = 120.0  # seconds without a heartbeat after which the loop is taken for dead
 HEADERS = {
@@ -97,8 +94,9 @@ class Guard:
             await self.app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        record = scope.setdefault("state", {})["record"] = Record(headers)
-        body, asked = Body(receive), scope["method"]
+        body, asked = Body(receive, scope["app"].state.decoder), scope["method"]
+        record = Record(headers)
+        scope.setdefault("state", {}).update(record=record, body=body)
 
         async def answer(message: Message) -> None:
             if asked == "HEAD" and "body" in message:
@@ -161,14 +159,6 @@ class Guard:
             raise ApiError(403, "a web page of another origin sent this", None, "cross_origin")
 
 
-class AllowedBody(NamedTuple):
-    """What may be sent to a place that draws: a type, of at most so many bytes, within so many seconds."""
-
-    kind: str
-    size: int
-    seconds: float
-
-
 def allowed_body(scope: Scope) -> AllowedBody | None:
     """What may be sent with a request; None where it draws nothing."""
     path, options = own_path(scope), scope["app"].state.options
@@ -184,9 +174,9 @@ def allowed_body(scope: Scope) -> AllowedBody | None:
 
 
 def own_path(scope: Scope) -> str:
-    """The path of a request without the one at which a proxy has the server."""
-    path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", ""))
+    """The path of a request without the one at which a proxy has the server, as Starlette routes it."""
+    path, place = scope["path"], scope.get("root_path", "")
+    return path[len(place) :] if path == place or path.startswith(f"{place}/") else path
 
 
 def as_public(scope: Scope, headers: Headers, options: ServeOptions) -> Scope:
@@ -209,6 +199,8 @@ def as_public(scope: Scope, headers: Headers, options: ServeOptions) -> Scope:
         public["headers"] = [*others, (b"host", found["host"].encode())]
     public["scheme"] = found["proto"] or scope["scheme"]
     public["root_path"] = found["prefix"] or public["root_path"]
+    if client := headers.get("x-forwarded-for", "").rpartition(",")[2].strip():
+        public["client"] = (client[:60], 0)
     return public
 
 
@@ -238,45 +230,6 @@ def known_host(header: str, hosts: Collection[str]) -> bool:
     return True
 
 
-class Body:
-    """The body of a request on its way in, of at most so many bytes within so many seconds."""
-
-    def __init__(self, receive: Receive) -> None:
-        self.inner, self.size, self.whole, self.cut = receive, 0, False, False
-        self.until = 0.0  # counted from when it is asked for
-        self.allowed = AllowedBody("", MAX_BODY, BODY_SECONDS)
-
-    async def receive(self) -> Message:
-        if self.whole:
-            return await self.inner()
-        message = await self.part()
-        # What a client still sends when the connection is closed takes the answer from it
-        most = self.allowed.size
-        while most < self.size <= most + DISCARDED and not self.whole:
-            await self.part()
-        if self.size > most:
-            what = f"the body is larger than {most} bytes"
-            raise ApiError(413, what, None, "too_large", {"Connection": "close"})
-        return message
-
-    async def part(self) -> Message:
-        self.until = self.until or time.monotonic() + self.allowed.seconds
-        try:
-            message = await asyncio.wait_for(self.inner(), self.until - time.monotonic())
-        except asyncio.TimeoutError as error:
-            what = f"the body did not arrive within {self.allowed.seconds:g} s"
-            closing = {"Connection": "close"}
-            raise ApiError(408, what, None, "request_timeout", closing) from error
-        self.cut = message["type"] == "http.disconnect"
-        self.whole = self.cut or not message.get("more_body", False)
-        content = message.get("body", b"")
-        if not self.size and content.startswith(GZIP):
-            what = "the body is gzip; send it as it is"
-            raise ApiError(415, what, None, "unsupported_media_type")
-        self.size += len(content)
-        return message
-
-
 def make_app(options: ServeOptions, load: Callable[[], DecodeThread]) -> FastAPI:
     """The application; its decoder is loaded when it starts and stopped when it ends."""
 
@@ -290,7 +243,7 @@ def make_app(options: ServeOptions, load: Callable[[], DecodeThread]) -> FastAPI
     pages = dict[str, Any](docs_url=None, redoc_url=None)  # they load scripts from elsewhere
     app = FastAPI(title="lantern_hpu", version=__version__, lifespan=lifespan, **pages)
     app.state.options, app.state.files = options, dict[str, tuple[float, bytes]]()
-    app.state.reading, app.state.uploads = asyncio.Lock(), 0
+    app.state.uploads = edits.Uploads(max(options.slots, 2) * (options.upload_mib << 20))
     if options.sources:
         with needing("python-multipart", "it splits forms", "serve"):
             import python_multipart  # noqa: F401

@@ -104,9 +104,7 @@ class DecodeThread:
     def submit(self, jobs: Sequence[Job]) -> None:
         """Queue the images of a request, all or none."""
         with self.queue.changed:
-            if self.draining or not self.ready:
-                what = "about to stop" if self.draining else "not ready yet"
-                raise ApiError(503, f"the server is {what}", headers={"Retry-After": "5"})
+            self.check_open()
             queued, most = self.queue.queued, self.options.queue
             places = queued + len(jobs) - most
             if places > 0:
@@ -115,6 +113,12 @@ class DecodeThread:
                 raise ApiError(429, what, None, "queue_full", headers)
             self.tasks.text.put(partial(self.tasks.read, jobs))  # begins once the lock is free
             self.queue.add(jobs)
+
+    def check_open(self) -> None:
+        """Raise an ApiError where no jobs are taken."""
+        if self.draining or not self.ready:
+            what = "about to stop" if self.draining else "not ready yet"
+            raise ApiError(503, f"the server is {what}", headers={"Retry-After": "5"})
 
     def cancel(self, jobs: Iterable[Job]) -> None:
         """Give jobs up: their slots are free at the next host read, their text and pixels are not made."""

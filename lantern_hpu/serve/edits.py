@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
-from contextlib import suppress
-from typing import Any
+from asyncio import Lock, Semaphore
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from weakref import WeakValueDictionary
+
+from PIL import Image
 
 from lantern_hpu.core import SourcePicture
 from lantern_hpu.errors import LanternError, needing
-from lantern_hpu.results.sources import MOST_PIXELS, read_picture
+from lantern_hpu.results.sources import MOST_PIXELS
 from lantern_hpu.serve import calls
+from lantern_hpu.serve.bodies import Body, before_stop
 from lantern_hpu.serve.calls import ParsedRequest
 from lantern_hpu.serve.decoder import DecodeThread
+from lantern_hpu.serve.picture_process import picture_reader
 from lantern_hpu.serve.protocol import MOST_FIELDS, ApiError, EditsRequest, parsed, refuse
 
 with needing("fastapi", "the server is built on it", "serve"):
@@ -29,18 +35,70 @@ WITHOUT = ("mask", "markup")  # what OpenAI's models read besides
 MOST_FILES = 16  # of a request, as OpenAI has it
 MOST_FIELD = 1 << 16  # bytes of a field that is no file
 HELD_PIXELS = 4 * MOST_PIXELS  # of pictures of requests under way, at 4 bytes each in Pillow
+LARGE = 8_000_000  # pixels; smaller pictures do not wait for larger ones
+SMALL_AT_ONCE = 2  # requests whose pictures are small are read
+FULL = "queue_full"
+
+
+class Uploads:
+    """Bytes of forms and pixels of pictures of all requests under way.
+
+    Attributes:
+        arrived: bytes of each client's forms that are not read yet.
+        pictures: those that are being read, and those of requests until these are answered.
+    """
+
+    def __init__(self, most: int) -> None:
+        """`most` bytes of forms together; a client has at most half of them."""
+        self.most, self.arrived = most, Counter[str]()
+        self.pictures = WeakValueDictionary[int, Image.Image]()
+        self.small, self.large = asyncio.Semaphore(SMALL_AT_ONCE), WeakValueDictionary[str, Lock]()
+
+    @contextmanager
+    def counting(self, body: Body, client: str) -> Iterator[None]:
+        """Count what arrives of a body, until its form is read; an ApiError once it is too much, from the body."""
+        counted = 0
+
+        def count(size: int) -> None:
+            nonlocal counted
+            mine = self.arrived[client] + size > self.most // 2
+            if mine or self.arrived.total() + size > self.most:
+                body.count = lambda _: None  # the rest is forgotten
+                raise full(f"too many uploads{' of this client' * mine} in progress")
+            self.arrived[client] += size
+            counted += size
+
+        body.count = count
+        try:
+            yield
+        finally:
+            self.arrived[client] -= counted
+            self.arrived += Counter()  # without those that have nothing
+
+    def allocate(self, sizes: Sequence[tuple[int, int]]) -> list[Image.Image]:
+        """Empty pictures of widths and heights; raises an ApiError where they would be too many pixels."""
+        pixels = sum(map(math.prod, sizes))
+        if pixels > MOST_PIXELS:
+            raise refuse("image", f"{len(sizes)} pictures", f"{MOST_PIXELS} pixels together")
+        held = sum(math.prod(picture.size) for picture in list(self.pictures.values()))
+        if held + pixels > HELD_PIXELS:
+            raise full("too many pictures in memory")
+        made = [Image.new("RGB", size, None) for size in sizes]
+        self.pictures.update((id(picture), picture) for picture in made)
+        return made
+
+    def turn(self, pixels: int, client: str) -> Lock | Semaphore:
+        """What holds a request back while others are read: of large pictures, those of the same client."""
+        if pixels <= LARGE:
+            return self.small
+        return self.large.setdefault(client, Lock())
 
 
 async def read_edit(request: Request, decoder: DecodeThread) -> ParsedRequest:
     """What is to be drawn; raises an ApiError for what cannot be, once the body is read."""
-    state = request.app.state
-    most = decoder.options.upload_mib << 20
-    size = min(int(request.headers.get("content-length", most)), most)
-    if state.uploads + size > decoder.options.slots * most:
-        await read_rest(request)
-        raise full("too many uploads in progress")
-    state.uploads += size
-    try:
+    uploads: Uploads = request.app.state.uploads
+    client = request.client.host if request.client else ""
+    with uploads.counting(request.state.body, client):
         form = await read_form(request)
         try:
             fields, files = form_parts(form)
@@ -48,12 +106,10 @@ async def read_edit(request: Request, decoder: DecodeThread) -> ParsedRequest:
             if len(files) > decoder.served.sources:
                 allowed = f"1 to {decoder.served.sources}"
                 raise refuse("image", f"{len(files)} pictures", allowed)
-            async with state.reading:  # one request at a time: pictures are large
-                sources = await read_sources(files, decoder)
+            reading = read_sources(files, uploads, client)
+            sources = await before_stop(reading, decoder)
         finally:
             await form.close()
-    finally:
-        state.uploads -= size
     return calls.read_call(asked, decoder.served, sources)
 
 
@@ -61,7 +117,9 @@ async def read_form(request: Request) -> FormData:
     limits = {"max_files": MOST_FILES, "max_fields": MOST_FIELDS, "max_part_size": MOST_FIELD}
     try:
         return await request.form(**limits)
-    except (ApiError, OSError, MemoryError):  # of the body, or of this machine
+    except (ApiError, OSError, MemoryError) as error:  # of the body, or of this machine
+        if getattr(error, "code", None) == FULL:
+            await read_rest(request)
         raise
     except Exception as error:  # a damaged form may raise anything
         await read_rest(request)
@@ -70,7 +128,7 @@ async def read_form(request: Request) -> FormData:
 
 
 def full(why: str) -> ApiError:
-    return ApiError(429, f"{why}; try again", None, "queue_full", {"Retry-After": "5"})
+    return ApiError(429, f"{why}; try again", None, FULL, {"Retry-After": "5"})
 
 
 async def read_rest(request: Request) -> None:
@@ -104,32 +162,14 @@ def form_parts(form: FormData) -> tuple[dict[str, str], list[UploadFile]]:
 
 
 async def read_sources(
-    files: Sequence[UploadFile], decoder: DecodeThread
+    files: Sequence[UploadFile], uploads: Uploads, client: str
 ) -> tuple[SourcePicture, ...]:
-    """Pictures in their order; those of all requests under way are of a bounded size together."""
-    sources, held = list[SourcePicture](), held_pixels(decoder)
-    for file in files:
-        data, name = await file.read(), (file.filename or "")[:60]
-        try:
-            source = await asyncio.to_thread(read_picture, data, name)
-        except LanternError as error:
-            raise calls.translated(error) from error
-        sources.append(source)
-        size = pixels(sources)
-        if size > MOST_PIXELS:
-            raise refuse("image", f"{len(files)} pictures", f"{MOST_PIXELS} pixels together")
-        if held + size > HELD_PIXELS:
-            raise full("too many pictures in memory")
-    return tuple(sources)
-
-
-def pixels(sources: Sequence[SourcePicture]) -> int:
-    return sum(math.prod(source.size) for source in sources)
-
-
-def held_pixels(decoder: DecodeThread) -> int:
-    """Of the pictures that images under way are drawn from; those of one request share them."""
-    with decoder.queue.changed:
-        requests = [job.request for job in decoder.queue.open_jobs]
-    shared: dict[int, Any] = {id(one): one for request in requests for one in request.sources}
-    return pixels(list(shared.values()))
+    """Pictures in their order, from a process of their own."""
+    names = [(file.filename or "")[:60] for file in files]
+    try:
+        async with picture_reader(names) as reader:
+            sizes = await reader.sizes([file.file for file in files])
+            async with uploads.turn(sum(map(math.prod, sizes)), client):
+                return await reader.fill(uploads.allocate(sizes))
+    except LanternError as error:
+        raise calls.translated(error) from error
