@@ -75,11 +75,13 @@ class ImageRequestHandler:
         """Queues the images."""
         self.request, self.decoder, self.call = request, decoder, call
         self.record: Record = request.state.record
-        loop, self.events = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Event]]()
+        loop, events = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Event]]()
 
-        def send(index: int, event: Event) -> None:
+        def send(index: int, event: Event) -> None:  # without `self`, whose pictures a cycle would keep
             with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(self.events.put_nowait, (index, event))
+                loop.call_soon_threadsafe(events.put_nowait, (index, event))
+
+        self.events = events
 
         height, width = call.size
         self.payload: dict[str, Any] = {

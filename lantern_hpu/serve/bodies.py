@@ -85,5 +85,6 @@ class Body:
             what = "the body is gzip; send it as it is"
             raise ApiError(415, what, None, "unsupported_media_type")
         self.size += len(content)
-        self.count(len(content))
+        if self.size <= self.allowed.size:
+            self.count(len(content))
         return message

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from weakref import WeakValueDictionary
 
-from PIL import Image
+from PIL import Image, _imaging
 
 from lantern_hpu.core import SourcePicture
 from lantern_hpu.errors import LanternError, needing
@@ -38,6 +38,8 @@ HELD_PIXELS = 4 * MOST_PIXELS  # of pictures of requests under way, at 4 bytes e
 LARGE = 8_000_000  # pixels; smaller pictures do not wait for larger ones
 SMALL_AT_ONCE = 2  # requests whose pictures are small are read
 FULL = "queue_full"
+# Bytes that Pillow allocates at a time: from 32 MiB on the C library gives all back to the system that is freed
+PICTURE_BLOCK = 1 << 26
 
 
 class Uploads:
@@ -52,6 +54,7 @@ class Uploads:
         """`most` bytes of forms together; a client has at most half of them."""
         self.most, self.arrived = most, Counter[str]()
         self.pictures = WeakValueDictionary[int, Image.Image]()
+        _imaging.set_block_size(PICTURE_BLOCK)
         self.small, self.large = asyncio.Semaphore(SMALL_AT_ONCE), WeakValueDictionary[str, Lock]()
 
     @contextmanager
@@ -63,7 +66,9 @@ class Uploads:
             nonlocal counted
             mine = self.arrived[client] + size > self.most // 2
             if mine or self.arrived.total() + size > self.most:
-                body.count = lambda _: None  # the rest is forgotten
+                body.count = lambda _: None  # the rest is forgotten,
+                self.arrived[client] -= counted  # and what came as well
+                counted = 0
                 raise full(f"too many uploads{' of this client' * mine} in progress")
             self.arrived[client] += size
             counted += size
