@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lantern_hpu.errors import Arg, OptionError, words
+from lantern_hpu.errors import Arg, InvalidImageError, OptionError, words
 from lantern_hpu.fields import check_ranges, check_seed, declared
 from lantern_hpu.methods.relaxation import EXACT, Relaxation
 
@@ -148,6 +148,7 @@ class ImageRecord:
             nothing was relaxed, None where it was and what that cost is not metered.
         tv_max: the same of the token where it was largest. tv_mean: of a token after the first.
         file: where it was written.
+        invalid: which of its numbers were NaN or infinite; empty where none was.
     """
 
     request: Request
@@ -158,6 +159,7 @@ class ImageRecord:
     tv_sum: float | None = 0.0
     tv_max: float | None = 0.0
     file: str | None = None
+    invalid: str = ""
 
     @property
     def prompt(self) -> str:
@@ -190,7 +192,19 @@ class ImageRecord:
 
     def as_json(self) -> dict[str, Any]:
         """The image's line in the report."""
-        return {name: getattr(self, name) for name in REPORTED}
+        result = {name: getattr(self, name) for name in REPORTED}
+        return result | ({"invalid": self.invalid} if self.invalid else {})
+
+
+def check_valid(records: Sequence[ImageRecord]) -> None:
+    """Raise an InvalidImageError for images that were computed with NaN."""
+    invalid = [record for record in records if record.invalid]
+    if invalid:
+        seeds = ", ".join(f"seed {record.seed}: {record.invalid}" for record in invalid[:3])
+        more = f" and {len(invalid) - 3} more" if len(invalid) > 3 else ""
+        hint = words(Arg("dtype", "float32"), ",", Arg("kernels", "plain"), ", or other weights")
+        what = f"{len(invalid)} of {len(records)} images are invalid"
+        raise InvalidImageError(what, f"{seeds}{more}", hint)
 
 
 @dataclass

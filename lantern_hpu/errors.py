@@ -8,7 +8,7 @@ import importlib.metadata
 import inspect
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
@@ -120,6 +120,8 @@ class LanternError(Exception):
     Python's, `text(as_option)` the command line's.
     """
 
+    exit_code = 2  # of a command
+
     def __init__(
         self,
         what: str | Arg,
@@ -190,8 +192,27 @@ class TrainingError(LanternError):
     """A training run cannot go on."""
 
 
+class InvalidImageError(LanternError):
+    """Images were computed with NaN or infinite numbers.
+
+    Attributes:
+        result: the `GenerationResult` of the other images; None where an error is not of a run.
+        images: the invalid pictures of PIL, where there are some.
+    """
+
+    exit_code = 1
+    result: Any = None
+    images: Sequence[Any] = ()
+
+    @classmethod
+    def of_pixels(cls, images: Sequence[Any]) -> InvalidImageError:
+        error = cls("an image is invalid", "its pixels are NaN or infinite", "other weights")
+        error.images = images
+        return error
+
+
 def exit_code(command: Callable[[], int | None]) -> int:
-    """Run a command; the code it returns, 0 if none, or 2 after printing what a LanternError has to say.
+    """Run a command; the code it returns, 0 if none, or that of a LanternError, 2 of most, after printing what it says.
 
     A file that the system refuses, for example because its name is too long, is an error of the user's as well. What a
     console cannot show is replaced.
@@ -202,7 +223,7 @@ def exit_code(command: Callable[[], int | None]) -> int:
         return command() or 0
     except LanternError as error:
         print(f"error: {error.text(as_option)}", file=sys.stderr)
-        return 2
+        return error.exit_code
     except OSError as error:
         if error.filename is None or error.strerror is None:
             raise

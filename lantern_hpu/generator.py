@@ -19,15 +19,17 @@ from PIL import Image
 import lantern_hpu
 from lantern_hpu.backends import DeviceOptions, DraftingDefaults
 from lantern_hpu.backends.base import DevicePlan, dtype_name, own_defaults
-from lantern_hpu.core import Event, ImageRecord, Request, RunStats
+from lantern_hpu.core import Event, ImageRecord, Request, RunStats, check_valid
 from lantern_hpu.decode.batch import Batch
-from lantern_hpu.decode.engine import Engine, EngineCache, read_records, upload_prefix
+from lantern_hpu.decode.engine import (
+    Engine,
+    EngineCache,
+    read_records,
+    upload_prefix,
+)
 from lantern_hpu.decode.pixels import codes_of, decode_codes, preview
 from lantern_hpu.decode.spec import Spec, batch_size_for
-from lantern_hpu.errors import (
-    Arg,
-    OptionError,
-)
+from lantern_hpu.errors import Arg, InvalidImageError, OptionError
 from lantern_hpu.methods.setting import (
     ResolveContext,
     Resolved,
@@ -151,7 +153,7 @@ class ImageGenerator:
                     upload_prefix(engine, prefix, inputs)
                 engine.warm_up(request)
                 read_records(engine, {})
-                self.pixels(np.zeros((1, config.tokens), np.int64), config)
+                self.pixels(np.zeros((1, config.tokens), np.int64), config, check=False)
         except BaseException:  # it keeps no memory from a smaller batch that is tried next
             self.engines.discard(engine)
             raise
@@ -167,11 +169,18 @@ class ImageGenerator:
         return condition.rows(requests, engine.spec.guidance)
 
     def pixels(
-        self, tokens: NDArray[np.int64], config: TransformerConfig | None = None
+        self,
+        tokens: NDArray[np.int64],
+        config: TransformerConfig | None = None,
+        check: bool = True,
     ) -> list[Image.Image]:
-        """Images of finished tokens [b, N], of the model's own size if `config` does not say another."""
+        """Images of finished tokens [b, N], of the model's own size if `config` does not say another.
+
+        Raises:
+            InvalidImageError: to `check`, a pixel is NaN or infinite.
+        """
         config = config or self.model.target.config
-        return decode_codes(self.model.vq, config, self.backend, codes_of(config, tokens))
+        return decode_codes(self.model.vq, config, self.backend, codes_of(config, tokens), check)
 
     @own_defaults()
     def picture(self, record: ImageRecord) -> Image.Image | None:
@@ -200,6 +209,7 @@ class ImageGenerator:
         callback: Callable[[Event], None] | None = None,
         keep: Callable[[int, Drawn], None] | None = None,
         decode: bool = True,
+        keep_invalid: bool = False,
     ) -> GenerationResult:
         """Draw any mix of requests with one tree; sampling and relaxation may differ from image to image.
 
@@ -209,6 +219,10 @@ class ImageGenerator:
             setting: its tree is drafted; each request has its own relaxation, and the method is a name in reports.
             keep: called with each image and its number as soon as it is there.
             decode: False leaves the pixels out.
+            keep_invalid: return images that were computed with NaN or infinite numbers as well, with a note.
+
+        Raises:
+            InvalidImageError: there are such images, once all are drawn; its `result` has the others.
         """
         if not requests:
             raise OptionError(
@@ -222,14 +236,20 @@ class ImageGenerator:
             self.prepare(engine, requests, stats)
             before, counted = engine.report(), self.backend.transfers.counters()
             environment = self.environment(setting)
-            drawn: dict[int, Drawn] = {}
+            drawn, records = dict[int, Drawn](), list[ImageRecord]()
             for index, record in self.stream(engine, requests, stats, callback):
                 with stats.adding("decode_s"):
-                    drawn[index] = self.drawn(record, config, environment, decode)
+                    one = self.drawn(record, config, environment, decode)
+                records.append(record)
+                if record.invalid and not keep_invalid:
+                    continue
+                drawn[index] = one
                 if keep is not None:
-                    keep(index, drawn[index])
+                    keep(index, one)
             now = self.backend.transfers.counters()
-            return GenerationResult(
+            notes = [note for _, note in self.notes(requests)]
+            notes += [f"seed {r.seed} is invalid: {r.invalid}" for r in records if r.invalid]
+            result = GenerationResult(
                 drawn=[drawn[index] for index in sorted(drawn)],  # all, unless it was interrupted
                 timing=stats,
                 graph=engine.report().since(before)
@@ -241,11 +261,17 @@ class ImageGenerator:
                 },
                 config=config,
                 environment=self.environment(setting),
-                notes=[note for _, note in self.notes(requests)],
+                notes=notes,
                 tokenizer=self.model.vq_fingerprint,
                 preview_tokens=engine.target.config.preview_tokens,
                 code_grid=engine.target.config.grid,
             )
+            try:
+                check_valid([] if keep_invalid else records)
+            except InvalidImageError as error:
+                error.result = result
+                raise
+            return result
 
     def drawn(
         self,
@@ -256,9 +282,13 @@ class ImageGenerator:
     ) -> Drawn:
         """An image that is done with its pixels, unless `decode` is False, and all that is needed to draw it again.
 
-        `config` is what `describe` says of the run.
+        `config` is what `describe` says of the run. The record says whether its pixels are invalid.
         """
-        picture = self.picture(record) if decode else None
+        try:
+            picture = self.picture(record) if decode else None
+        except InvalidImageError as error:
+            picture = error.images[0]
+            record.invalid = record.invalid or str(error.why)
         return Drawn(picture, record, config | record.settings, environment)
 
     @own_defaults()
@@ -276,8 +306,13 @@ class ImageGenerator:
         stats: RunStats | None = None,
         callback: Callable[[Event], None] | None = None,
     ) -> list[ImageRecord]:
-        """Images that fit into an engine's slots, or more if its spec is open; in their order: see `stream`."""
+        """Images that fit into an engine's slots, or more if its spec is open; in their order: see `stream`.
+
+        Raises:
+            InvalidImageError: some were computed with NaN.
+        """
         result = dict(self.stream(engine, requests, stats, callback))
+        check_valid(list(result.values()))
         return [result[index] for index in range(len(requests))]
 
     def batch(self, engine: Engine, stats: RunStats | None = None) -> Batch:

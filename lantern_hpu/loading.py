@@ -11,7 +11,7 @@ import torch
 from lantern_hpu.backends import BACKENDS, DeviceOptions, get_backend
 from lantern_hpu.backends.base import DevicePlan, own_defaults
 from lantern_hpu.decode.memory import check_room
-from lantern_hpu.errors import OptionError, OutputError
+from lantern_hpu.errors import Arg, OptionError, OutputError, words
 from lantern_hpu.models.diffusion import check_diffusers, check_diffusion_folder
 from lantern_hpu.models.files.load import OpenedModel, open_model
 from lantern_hpu.models.files.names import PartOverrides
@@ -91,6 +91,10 @@ def write_folder(
     if output.exists():
         raise OutputError(f"{output} exists", hint="another name, or remove it")
     opened = open_model(find_parts(source, given))
+    if opened.quantize and dtype != "auto":
+        why = f"matrices of {source} are {opened.quantize}"
+        hint = "leave it out, or convert the model that it was made of"
+        raise OptionError(words(Arg("dtype", dtype), "cannot be written"), why, hint)
     parts = 3 + (opened.config.drafter is not None)
     with ProgressBar(parts) as progress:
         progress.set_description_str("loading")

@@ -241,6 +241,7 @@ class LanternPipeline(ImageGenerator):
         output_type: OutputType = "pil",
         callback_on_step_end: StepEnd | None = None,
         return_dict: bool = True,
+        keep_invalid: bool = False,
         **params: Unpack[ImageParams],
     ) -> GenerationResult:
         """Draw `num_images_per_prompt` images of each prompt.
@@ -256,11 +257,13 @@ class LanternPipeline(ImageGenerator):
                 steps so far, the tokens so far of all images, and {"event": `Event`}. `pipe._interrupt = True` in it
                 ends the run: the result has the images that are done.
             return_dict: of no effect: `result[0]` is `result.images`, as of diffusers' tuple.
+            keep_invalid: return images that were computed with NaN or infinite numbers as well, with a warning.
 
         A list of negative prompts, or of seeds, has one for each prompt, or for each image.
 
         Raises:
             LanternError: an option is out of range.
+            InvalidImageError: images were computed with NaN or infinite numbers; its `result` has the others.
         """
         asked = given_params(params, "python")
         each = asked.get("num_images", 1)
@@ -298,8 +301,14 @@ class LanternPipeline(ImageGenerator):
 
             outer, self._interrupt = self._interrupt, False  # of a call whose callback calls
             try:
-                decode = output_type != "tokens"
-                result = self.draw(requests, setting, asked.get("batch_size"), show, decode=decode)
+                result = self.draw(
+                    requests,
+                    setting,
+                    asked.get("batch_size"),
+                    show,
+                    decode=output_type != "tokens",
+                    keep_invalid=keep_invalid,
+                )
             finally:
                 self._interrupt = outer
         result.output_type = output_type

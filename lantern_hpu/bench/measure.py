@@ -15,7 +15,7 @@ from torch import Tensor
 from lantern_hpu.backends.base import Backend
 from lantern_hpu.bench.cases import Case, has_long_steps
 from lantern_hpu.bench.columns import PARTS, SpeedRow
-from lantern_hpu.core import Event, ImageRecord, Request, RunStats
+from lantern_hpu.core import Event, ImageRecord, Request, RunStats, check_valid
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.models.config import ModelConfig, TransformerConfig
 from lantern_hpu.models.model import EmptyModel
@@ -304,7 +304,9 @@ class RunMeter:
         """The images of a batch, or at most `most` steps of it."""
         stream = self.pipeline.stream(self.engine, requests, self.timing, self.read, most)
         self.runs += 1
-        return [image for _, image in sorted(stream, key=lambda numbered: numbered[0])]
+        images = [image for _, image in sorted(stream, key=lambda numbered: numbered[0])]
+        check_valid(images)
+        return images
 
     def run_steps(self, count: int) -> None:
         """At least `count` steps of the first batch, which is drawn again where it is done earlier."""

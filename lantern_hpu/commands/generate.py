@@ -26,6 +26,7 @@ from lantern_hpu.core import Request, Sampling, check_prompt, check_text, size_o
 from lantern_hpu.decode.spec import batch_size_for
 from lantern_hpu.errors import (
     Arg,
+    InvalidImageError,
     LanternError,
     OptionError,
     OutputError,
@@ -97,6 +98,10 @@ def add_where(group: argparse._ArgumentGroup) -> None:
     add("--output", type=options.output_path, default="out", help="a .png file, or a folder (out)")
     add("--force", action="store_true", help="replace existing files")
     add("--resume", action="store_true", help="keep existing images and generate the missing ones")
+    invalid = (
+        "write images that were computed with NaN or infinite numbers as well (an error otherwise)"
+    )
+    add("--keep-invalid", action="store_true", help=invalid)
     add("--grid", action="store_true", help="also write one sheet with all images")
     report = "write acceptance, timing, graph statistics and settings"
     add("--report", type=path, metavar="FILE.json", help=report)
@@ -389,7 +394,13 @@ def draw(args: argparse.Namespace) -> GenerationResult | None:
             closing(Bar(outputs.preview, args.preview_every, slow)) as bar,
             pipeline.backend.errors(),
         ):
-            result = pipeline.draw(missing, setting, job.batch_size, bar, keep)
+            invalid = None
+            try:
+                result = pipeline.draw(
+                    missing, setting, job.batch_size, bar, keep, keep_invalid=args.keep_invalid
+                )
+            except InvalidImageError as error:
+                result, invalid = error.result, error
         if args.verbose:
             show_decided(pipeline, "threads")
         result.timing.import_s = imported
@@ -397,7 +408,10 @@ def draw(args: argparse.Namespace) -> GenerationResult | None:
         if job.slots == 1:
             show_gain(pipeline, setting)
         several = 1 < (args.num_images or 1) < len(result.images)
-        save_outputs(result, outputs, args.num_images if several else 1, args.force)
+        if result.drawn:
+            save_outputs(result, outputs, args.num_images if several else 1, args.force)
+        if invalid is not None:
+            raise invalid
         if outputs.states:
             pipeline.save_states(result, outputs.states, args.force)
     return result

@@ -10,7 +10,7 @@ from functools import partial
 
 from lantern_hpu.backends import prepare
 from lantern_hpu.commands.generate import kept_images, outputs_of, read_job, show_notes
-from lantern_hpu.errors import OptionError, OutputError, require
+from lantern_hpu.errors import InvalidImageError, OptionError, OutputError, require
 
 
 def draw_with_workers(args: argparse.Namespace) -> int:
@@ -65,7 +65,13 @@ def open_job_worker(args: argparse.Namespace) -> Callable[[list[int]], int]:
                 news = [requests[i] for i in left]
                 show_notes(pipeline, news)
                 keep = partial(keep_image, [files[i] for i in left], args.force, args.resume)
-                pipeline.draw(news, chosen, job.slots, None, keep)
+                try:
+                    pipeline.draw(
+                        news, chosen, job.slots, None, keep, keep_invalid=args.keep_invalid
+                    )
+                except InvalidImageError as error:
+                    error.result = None  # which is written, and need not travel
+                    raise
         return len(left)
 
     return draw_piece

@@ -7,7 +7,6 @@ Engines of a model are built when first needed, and the last used ones kept. Thi
 from __future__ import annotations
 
 import os
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,7 +31,7 @@ from lantern_hpu.decode.scheduled import ScheduledDrafting, ScheduledStep
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.decode.state import Bounds, DecodeState, PrefillInput, paired
 from lantern_hpu.decode.step import Accepted, Prefill, Step
-from lantern_hpu.errors import Arg, CaptureError, DeviceError, OptionError, words
+from lantern_hpu.errors import CaptureError, DeviceError, OptionError
 from lantern_hpu.graphs import make_runner
 from lantern_hpu.models.model import ImageModel
 from lantern_hpu.models.text.prefix import Prefix
@@ -374,14 +373,13 @@ def read_records(engine: Engine, images: Mapping[int, Request]) -> list[ImageRec
     for slot, request in images.items():
         row = read[slot, :width].astype(np.int64)
         steps, relaxed, spoiled, *accepted = row[total:].tolist()
-        if spoiled:
-            what = f"seed {request.seed}: probabilities were NaN in {spoiled} of {steps} steps"
-            hint = words("try", Arg("dtype", "float32"), "or", Arg("kernels", "plain"))
-            warnings.warn(f"{what}; {hint}", stacklevel=3)
+        invalid = f"probabilities were NaN in {spoiled} of {steps} steps" if spoiled else ""
         tv_sum, tv_max = read[slot, width:].tolist() or (0.0, 0.0)
         if request.relaxation.active and not request.relaxation.metered:
             tv_sum = tv_max = None
-        result.append(ImageRecord(request, row[:total], steps, accepted, relaxed, tv_sum, tv_max))
+        record = ImageRecord(request, row[:total], steps, accepted, relaxed, tv_sum, tv_max)
+        record.invalid = invalid
+        result.append(record)
     return result
 
 

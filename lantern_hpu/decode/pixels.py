@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lantern_hpu.backends.base import Backend, own_defaults
 from lantern_hpu.core import Request
-from lantern_hpu.errors import OptionError
+from lantern_hpu.errors import InvalidImageError, OptionError
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.model import ImageModel
 from lantern_hpu.models.text.tokens import TokenConditioner
@@ -34,16 +34,27 @@ def codes_of(config: TransformerConfig, tokens: NDArray[np.int64]) -> NDArray[np
 
 @own_defaults()
 def decode_codes(
-    vq: Tokenizer | None, config: TransformerConfig, backend: Backend, codes: NDArray[np.int64]
+    vq: Tokenizer | None,
+    config: TransformerConfig,
+    backend: Backend,
+    codes: NDArray[np.int64],
+    check: bool = True,
 ) -> list[Image.Image]:
-    """Images of codes [b, rows * columns], one at a time to keep memory low; none where nothing decodes them."""
+    """Images of codes [b, rows * columns], one at a time to keep memory low; none where nothing decodes them.
+
+    Raises:
+        InvalidImageError: to `check`, a pixel is NaN or infinite.
+    """
     images: list[Image.Image] = []
     if vq is None:
         return images
     for row in torch.from_numpy(codes.astype(np.int32)).split(1):
         backend.transfers.flush()  # the same graph for each image
         with torch.no_grad():
-            images += to_images(vq.decode_codes(row.to(backend.device), config.grid))
+            pixels = vq.decode_codes(row.to(backend.device), config.grid)
+            images += to_images(pixels)
+            if check and not bool(pixels.isfinite().all()):
+                raise InvalidImageError.of_pixels(images[-1:])
     return images
 
 
@@ -117,7 +128,7 @@ def preview(
     for image, count in enumerate(full):
         # What comes after is not decided: repeat the last known token so that the seam stays clean.
         held[image, count * columns :] = held[image, max(count * columns - 1, 0)]
-    images = decode_codes(model.vq, config, backend, held)
+    images = decode_codes(model.vq, config, backend, held, check=False)
     for picture, count in zip(images, full, strict=True):
         edge = picture.height * count // rows
         picture.paste(UNKNOWN, (0, edge, picture.width, picture.height))

@@ -14,7 +14,14 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from lantern_hpu.errors import Arg, OptionError, WeightsError, needing, words
+from lantern_hpu.errors import (
+    Arg,
+    InvalidImageError,
+    OptionError,
+    WeightsError,
+    needing,
+    words,
+)
 from lantern_hpu.models.config import TransformerConfig
 
 FIRST, LAST = (0, 41), (0, 42)  # releases of diffusers whose pipeline takes ready codes as here
@@ -100,7 +107,8 @@ class DiffusionPixels:
         read = source_arguments(sources, self.pipe.device) if sources else {}
         found: list[Image.Image] = []
         for row, prompt, seed in zip(tokens, prompts, seeds, strict=True):
-            found += self.pipe(
+            pixels = self.pipe(
+                output_type="np",
                 prompt=prompt,
                 height=height,
                 width=width,
@@ -108,7 +116,10 @@ class DiffusionPixels:
                 generator=torch.Generator().manual_seed(seed),
                 **read,
                 **self.options,
-            ).images
+            ).images  # [1, H, W, 3] in 0 to 1
+            found += self.pipe.image_processor.numpy_to_pil(np.nan_to_num(pixels))
+            if not np.isfinite(pixels).all():
+                raise InvalidImageError.of_pixels(found[-1:])
         return found
 
 

@@ -30,6 +30,13 @@ def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([(part.float() / step).round().to(torch.int8) for part, step in parts]), scale
 
 
+def in_range(stored: Tensor) -> bool:
+    """Whether numbers int8 or scales are those that `quantized` may give."""
+    if stored.dtype == torch.int8:
+        return bool(stored.amin() >= -LARGEST)
+    return bool((stored.isfinite() & (stored >= 0)).all())
+
+
 def dequantized(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """A matrix int8 [out, in] with scales [out] as numbers of a format."""
     result = weight.new_empty(weight.shape, dtype=dtype)

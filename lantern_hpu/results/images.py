@@ -40,6 +40,7 @@ class Drawn:
             "tv": self.record.tv,
             "config": self.settings,
             "environment": lasting,
+            **({"invalid": self.record.invalid} if self.record.invalid else {}),
         }
 
     def png(self) -> bytes:

@@ -77,7 +77,9 @@ class ImageRequestHandler:
         self.record: Record = request.state.record
         loop, events = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Event]]()
 
-        def send(index: int, event: Event) -> None:  # without `self`, whose pictures a cycle would keep
+        def send(
+            index: int, event: Event
+        ) -> None:  # without `self`, whose pictures a cycle would keep
             with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(events.put_nowait, (index, event))
 

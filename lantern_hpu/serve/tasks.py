@@ -22,6 +22,7 @@ from lantern_hpu.errors import OptionError
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.serve.calls import translated
 from lantern_hpu.serve.metrics import Metrics
+from lantern_hpu.serve.protocol import ApiError
 from lantern_hpu.serve.queue import Done, Job, JobQueue, Partial, average, failed
 from lantern_hpu.serve.served import ServedModel
 
@@ -159,6 +160,10 @@ class ImageTasks:
         began = time.monotonic()
         with self.answering(job, "pixels"):
             drawn = self.pipeline.drawn(record, self.described[job.method], self.environment)
+            if record.invalid:
+                what = f"the image is invalid: {record.invalid}"
+                self.queue.answer(job, ApiError(500, what, None, "image_invalid"))
+                return
             now = time.monotonic()
             self.pixels_s = average(self.pixels_s, now - began)
             done = Done(

@@ -38,7 +38,7 @@ from lantern_hpu.models.files.names import (
     weights_files,
 )
 from lantern_hpu.models.files.torchscript import read_torchscript
-from lantern_hpu.ops.quantized import QuantizedLinear
+from lantern_hpu.ops.quantized import QuantizedLinear, in_range
 
 SINGLES = ("model.safetensors", "pytorch_model.bin", "decoder.jit")  # in transformers' order
 # Keys under which training frameworks put the weights; of `model` and `ema` LlamaGen's sampler reads the first
@@ -419,7 +419,11 @@ class Stored:
             if isinstance(owner, QuantizedLinear) and leaf != "bias":
                 own = torch.int8 if leaf == "weight" else torch.float32
                 allowed = (own,) if self.quantized else FLOATS
-                owner.take(leaf, read_source(source, self.checkpoint, device, None, allowed))
+                tensor = read_source(source, self.checkpoint, device, None, allowed)
+                if self.quantized and not in_range(tensor):
+                    why = f"{name} holds numbers that int8 matrices and their scales do not have"
+                    raise WeightsError(f"{self.checkpoint.path} is damaged", why, "convert again")
+                owner.take(leaf, tensor)
                 continue
             tensor = read_source(source, self.checkpoint, device, dtype)
             if leaf in owner._parameters:

@@ -25,10 +25,10 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
-from lantern_hpu.errors import OutputError
-from lantern_hpu.files import lock_file, sha256
+from lantern_hpu.errors import OutputError, WeightsError
+from lantern_hpu.files import lock_file, sha256, some_names
 from lantern_hpu.models.files.names import (
     CONFIG,
     DRAFTER_WEIGHTS,
@@ -107,6 +107,9 @@ def write_model(model: ImageModel, folder: Path, progress: Any) -> None:
             continue
         progress.set_description_str(name)
         tensors = {key: tensor.contiguous() for key, tensor in module.state_dict().items()}
+        if spoiled := [key for key, tensor in tensors.items() if not is_finite(tensor)]:
+            why = f"NaN or infinite numbers are in {some_names(spoiled)}"
+            raise WeightsError(f"{model.name} is damaged", why, "another copy of its weights")
         save_file(tensors, folder / name)
         progress.update()
     if model.neighbour_table is not None:
@@ -120,6 +123,13 @@ def write_model(model: ImageModel, folder: Path, progress: Any) -> None:
             shutil.copyfile(frame.where / frame.settings, folder / frame.settings)
     files = {file.name: sha256(file) for file in sorted(folder.iterdir())}
     (folder / CONFIG).write_text(json.dumps(model_json(model, files), indent=1))
+
+
+def is_finite(tensor: Tensor) -> bool:
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    values = tensor.float() if tensor.element_size() == 1 else tensor
+    return all(bool(end.isfinite()) for end in values.aminmax())  # to which NaN carries over
 
 
 def model_json(model: ImageModel, files: dict[str, str]) -> dict[str, Any]:
