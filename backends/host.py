@@ -14,6 +14,7 @@ BFLOAT16 = {  # flags of processors that multiply bfloat16 natively, by what it 
     "avx512_bf16": "AVX512-BF16",
     "bf16": "Arm's BF16",
 }
+BUSY = 2  # programs a core that want to run
 MEMINFO = Path("/proc/meminfo")
 # A container's limit, what it uses, and what of that can be dropped: control groups of the second and the first version
 GROUPS = (
@@ -49,6 +50,16 @@ def cpuinfo(key: str) -> str:
     except OSError:
         return ""
     return line.partition(":")[2].strip()
+
+
+def is_busy() -> bool:
+    """Whether so many programs want to run that waiting for one another costs threads more than they gain."""
+    return load() >= BUSY * (os.cpu_count() or 1)
+
+
+def load() -> float:
+    """Programs that want to run, over the last minute; 0 where the system does not say."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
 
 
 def total_bytes() -> int | None:

@@ -196,6 +196,7 @@ class Machine:
         self.now = 0.0
         self.seconds = {int(name.removeprefix("t")): took for name, took in seconds.items()}
         self.ran: list[int] = []
+        self.busy = False
 
     def clock(self) -> float:
         return self.now
@@ -207,7 +208,7 @@ class Machine:
 
 
 def paced(machine: Machine) -> ThreadTuner:
-    pace = ThreadTuner(clock=machine.clock)
+    pace = ThreadTuner(clock=machine.clock, busy=lambda: machine.busy)
     pace.fit(machine.step)
     machine.ran.clear()
     return pace
@@ -229,7 +230,7 @@ def test_threads_are_halved_in_the_warm_up_while_that_helps(
     threads(max(seconds))
     machine = Machine(**{f"t{count}": took for count, took in seconds.items()})
     report: list[tuple[int, str]] = []
-    pace = ThreadTuner(lambda *what: report.append(what), machine.clock)
+    pace = ThreadTuner(lambda *what: report.append(what), machine.clock, busy=lambda: False)
     pace.fit(machine.step)
     assert (pace.count, list(dict.fromkeys(machine.ran))) == (best, tried)
     assert [count for count, _ in report] == [best] * bool(tried)
@@ -273,6 +274,21 @@ def test_steps_that_become_slow_are_looked_at(threads: Callable[[int], None]) ->
     for _ in range(2 * RETRY_FACTOR * 63):
         pace(machine.step)
     assert machine.ran[-1] == 2
+
+
+def test_a_busy_machine_whose_trials_misled_is_looked_at_again(
+    threads: Callable[[int], None],
+) -> None:
+    """Both trials met other programs: what was chosen is far slower than it has to be, from its first step on."""
+    threads(2)
+    machine = Machine(t1=9.0, t2=8.0)
+    machine.busy = True
+    pace = paced(machine)
+    assert pace.count == 2
+    machine.seconds = {1: 0.75, 2: 7.6}
+    for _ in range(60):
+        pace(machine.step)
+    assert machine.ran[-20:] == [1] * 20
 
 
 def test_trying_again_in_vain_costs_little(threads: Callable[[int], None]) -> None:

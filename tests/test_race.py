@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +25,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_folder(tmp_path_factory.mktemp("race") / "tiny")
 
 
+@pytest.fixture
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of a tiny model take microseconds: on a machine that runs other tests their times are in doubt."""
+    monkeypatch.setattr(race, "doubtful_step", lambda *times: "")
+
+
 def run(tiny: Path, output: Path, *more: str) -> int:
     given = [
         "--model",
@@ -38,7 +46,7 @@ def run(tiny: Path, output: Path, *more: str) -> int:
 
 
 def test_promise_a_table_an_animation_and_its_last_frame(
-    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], quiet: None
 ) -> None:
     folder = tmp_path / "race"
     assert run(tiny, folder, "--method", METHODS, "--turns", "2") == 0
@@ -108,3 +116,32 @@ def test_promise_front_pages_animation_table_and_status_are_of_one_race() -> Non
         for lossless in (True, False)
     }
     assert f"AVX512-BF16: {best[True]:.2f} lossless, relaxed {best[False]:.2f}" in page
+
+
+@pytest.mark.parametrize(
+    ("slow", "turns"), [((7.6, 7.6), 4), ((7.6, 1.0), 4), ((1.0, 1.0), 2)], ids=str
+)
+def test_turns_that_cannot_be_are_drawn_again_and_marked(
+    slow: tuple[float, float],
+    turns: int,
+    tiny: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A step over four tokens takes no ten times as long as one over one token, but on a machine that is busy."""
+    real, drawn = race.draw_run, list[str]()
+
+    def draw_run(pipeline: LanternPipeline, setting: Any, *more: Any) -> race.Run:
+        drawn.append(str(setting))
+        step = 0.75 if setting.method == "ar" else slow[len(drawn) > 2]
+        return replace(real(pipeline, setting, *more), ms_per_step=step, seconds=step)
+
+    monkeypatch.setattr(race, "draw_run", draw_run)
+    assert run(tiny, tmp_path / "race", "--method", "ar,scd@3") == 0
+    said = capsys.readouterr().out
+    ar, window = json.loads((tmp_path / "race" / "race.json").read_bytes())["rows"]
+    in_doubt = slow == (7.6, 7.6)
+    assert len(drawn) == turns and ar["times_ar"] == 1
+    assert in_doubt == (window["times_ar"] is None) == ("doubt" in window)
+    assert in_doubt == ("in doubt: scd@3: a step over 4 tokens took 7.6 ms" in said)

@@ -44,7 +44,8 @@ MAX_TRIAL_S = 0.25  # after which fewer steps do
 WARM_UP_TRIAL_S = 0.01
 DRAWING_TRIAL_S = 0.05
 SLOWDOWN = 2.5  # times what a step took when the threads were chosen: they are chosen again
-RETRY_FACTOR = 100  # more threads are tried again after this many times what trying took
+RETRY_FACTOR = 100  # more threads are tried again after this many times what trying took,
+BUSY_RETRY_FACTOR = 10  # and all numbers on a machine that is busy, whose trials can mislead
 
 
 @contextmanager
@@ -64,6 +65,7 @@ class ThreadTuner(StepTuner):
     Attributes:
         most: threads that the process may use; they are what is tried first. count: those of a step.
         notify: is given what was chosen and why, each time. faster: times that fewer have to be, to be taken.
+        busy: whether other programs want the processor.
     """
 
     def __init__(
@@ -71,11 +73,13 @@ class ThreadTuner(StepTuner):
         notify: Callable[[int, str], None] = lambda count, why: None,
         clock: Callable[[], float] = time.perf_counter,
         faster: float = 1.0,
+        busy: Callable[[], bool] = host.is_busy,
     ) -> None:
+        self.busy = busy
         self.most = self.count = torch.get_num_threads()
         self.notify, self.clock, self.faster = notify, clock, faster
         self.usual = inf  # seconds of a step with what was chosen
-        self.again = inf  # when more threads are tried once more
+        self.again = inf  # when other numbers are tried once more
         self.searching = False  # in the warm-up, or by the steps of an image
         self.best = self.most  # of the search
         self.tried: dict[int, float] = {}  # mean seconds of a step, by count
@@ -114,7 +118,7 @@ class ThreadTuner(StepTuner):
         self.taken.clear()
         if self.searching:
             return self.answer(mean, when)
-        if mean > SLOWDOWN * self.usual or (self.count < self.most and self.clock() > self.again):
+        if mean > SLOWDOWN * self.usual or self.clock() > self.again:
             self.begin()
         self.usual = min(self.usual, mean)
 
@@ -135,7 +139,9 @@ class ThreadTuner(StepTuner):
             self.best = self.most
         self.count, self.searching = self.best, False
         self.usual = self.tried[self.count]
-        self.again = self.clock() + RETRY_FACTOR * self.spent
+        busy = self.busy()
+        wait = (BUSY_RETRY_FACTOR if busy else RETRY_FACTOR) * self.spent
+        self.again = self.clock() + wait if busy or self.count < self.most else inf
         times = ", ".join(f"{1000 * s:.1f} ms with {n}" for n, s in self.tried.items())
         self.notify(self.count, f"chosen {when}, where a step took {times}")
 

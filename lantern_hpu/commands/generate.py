@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lantern_hpu import __version__
-from lantern_hpu.backends import LARGE_PARAMETERS, DeviceOptions, is_host, prepare
+from lantern_hpu.backends import LARGE_PARAMETERS, DeviceOptions, host, is_host, prepare
 from lantern_hpu.commands import options
 from lantern_hpu.core import Request, Sampling, check_prompt, check_text, size_of
 from lantern_hpu.decode.spec import batch_size_for
@@ -347,8 +347,6 @@ def other_weights(
 
 # ------------------------------------------------------------------------------------------- draw
 
-# Programs a core that want to run, from which on waiting for one another costs threads more than they gain
-BUSY = 2
 ONE_BY_ONE = "note: ar draws several images together; --batch-size 1 draws one after the other, with speculation"
 
 
@@ -532,11 +530,9 @@ def warm_up_note(pipeline: LanternPipeline) -> str:
 
 def busy_note(pipeline: LanternPipeline) -> str:
     """What slows a processor down that others use, and what helps; empty where nothing does."""
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    cores = os.cpu_count() or 1
-    if not pipeline.backend.is_host or pipeline.options.threads or load < BUSY * cores:
+    if not pipeline.backend.is_host or pipeline.options.threads or not host.is_busy():
         return ""
-    return f"load {load:.0f} on {cores} cores: --threads 1 is faster now"
+    return f"load {host.load():.0f} on {os.cpu_count()} cores: --threads 1 is faster now"
 
 
 def show_gain(pipeline: LanternPipeline, setting: Resolved) -> None:

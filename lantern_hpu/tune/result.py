@@ -15,7 +15,20 @@ from lantern_hpu.tune.search import ChanceTable, Costs, expected_steps, gain_pro
 
 # Of a step of `ar`: what one over more tokens takes at least, but for what clocks are off
 LEAST_STEP = 0.85
+MOST_STEP = (
+    1.5  # of as many steps of `ar` as it has tokens: what it takes at most, drafting included
+)
 MOST_SPREAD = 1.5  # of equal steps on a machine that has nothing else to do
+
+
+def doubtful_step(tokens: int, step: float, alone: float) -> str:
+    """Why a step cannot have taken so many milliseconds on a quiet machine where one of `ar` took `alone`, or nothing."""
+    took = f"a step over {tokens} tokens took {step:.1f} ms, one of ar {alone:.1f}"
+    if step < LEAST_STEP * alone:
+        return f"{took}: it cannot take less"
+    if step > MOST_STEP * tokens * alone:
+        return f"{took}: it cannot take more than {tokens} of these"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -88,11 +101,9 @@ class TuningResult:
         """Why these figures say nothing about the machine, or nothing."""
         ar, *others = self.rows
         for row in others:
-            mine, least = row.measured.ms_per_step, ar.measured.ms_per_step
-            if mine < LEAST_STEP * least:
-                took = f"a step over {row.tree.size} tokens took {mine:.1f} ms"
-                cannot = f"{row.shown} cannot be faster than its tokens a step"
-                return f"{took}, one of ar {least:.1f}: {cannot}"
+            mine, alone = row.measured.ms_per_step, ar.measured.ms_per_step
+            if why := doubtful_step(row.tree.size, mine, alone):
+                return f"{row.shown}: {why}"
         if self.spread > MOST_SPREAD:
             took = f"the median of equal steps took {self.spread:.1f} times as long as the fastest"
             return f"{took}: the machine was busy"

@@ -93,14 +93,17 @@ def race(
         if busy := busy_note(pipeline):
             print(f"note: other programs slow this race down: {busy}", file=sys.stderr)
         runs = race.draw_runs(pipeline, resolved, asked.prompt, asked.seed, asked.turns)
-        ar = next((run for run in runs if run.setting.method == "ar"), None)
+        ar = race.ar_of({run.setting: run for run in runs})
         rows = [run.as_json(ar) for run in runs]
         about = {"prompt": asked.prompt, "seed": asked.seed, "turns": asked.turns, "rows": rows}
         race.write_race(folder, runs, heading("lantern_hpu.race", pipeline, argv) | about)
     found = race.table(rows)
     text = aligned([[c.replace("`", "") for c in line] for line in (found.head, *found.lines)])
+    doubts = "".join(
+        f"\nin doubt: {row['setting']}: {row['doubt']}" for row in rows if "doubt" in row
+    )
     tune = shell("tune", Arg("method", "scd"), Arg("model", model))
-    return f"{text}\n\nto find the fastest window of this model on this machine:\n  {tune}"
+    return f"{text}{doubts}\n\nto find the fastest window of this model on this machine:\n  {tune}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

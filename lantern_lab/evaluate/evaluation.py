@@ -22,7 +22,7 @@ from lantern_lab.evaluate.drawing import (
     settings_columns,
     share_with_workers,
 )
-from lantern_lab.evaluate.folder import open_evaluation
+from lantern_lab.evaluate.folder import open_evaluation, pictures_in
 from lantern_lab.evaluate.options import EvaluateRequest, FidelityOptions
 from lantern_lab.evaluate.quality_rows import (
     NOISE,
@@ -115,7 +115,14 @@ class Evaluation:
 
     def outside(self, folder: Path) -> list[Path]:
         """The pictures of a folder, in the order of the items."""
-        places = {file.stem: file for file in sorted(folder.rglob("*.png"))}
+        places, wanted = dict[str, Path](), {item.id for item in self.scorer.items}
+        for file in pictures_in(folder):
+            other = places.setdefault(file.stem, file)
+            if other != file and file.stem in wanted:
+                why = f"{other} and {file}: two runs, or one picture twice"
+                raise OptionError(
+                    f"{folder} holds {file.stem} more than once", why, "a folder of one run"
+                )
         missing = [item.id for item in self.scorer.items if item.id not in places]
         if missing:
             some = ", ".join(f"{name}.png" for name in missing[:3])

@@ -54,6 +54,26 @@ def open_evaluation(folder: Path, about: Mapping[str, Any]) -> None:
     check_same(folder / "run.json", about, f"the pictures in {folder}")
 
 
+# What other programs leave in folders of pictures, with a dot in front or without
+LEFT = ("@eaDir", "__MACOSX", "$RECYCLE.BIN", "lost+found")
+PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
+
+
+def pictures_in(folder: Path) -> list[Path]:
+    """Pictures in a folder and those below, without what other programs leave there: thumbnails, copies, waste."""
+
+    def is_left(name: str) -> bool:
+        return name.startswith(".") or name in LEFT
+
+    return sorted(
+        file
+        for file in folder.rglob("*")
+        if file.suffix.lower() in PICTURES
+        and not any(map(is_left, file.relative_to(folder).parts))
+        and file.is_file()
+    )
+
+
 def read_picture(file: Path) -> Image.Image:
     try:
         with Image.open(file) as image:

@@ -11,15 +11,13 @@ import numpy as np
 
 from lantern_hpu.errors import Arg, OptionError, words
 from lantern_hpu.files import reported_as
-from lantern_lab.evaluate.folder import Cache, stamps
+from lantern_lab.evaluate.folder import Cache, pictures_in, stamps
 from lantern_lab.evaluate.metrics import NEIGHBOURS, PUBLISHED, SUBSET, Gaussian, manifold_rows
 from lantern_lab.evaluate.networks import NETWORKS, locate_networks, rows_of
 from lantern_lab.evaluate.protocols import FEW, Library
 from lantern_lab.evaluate.quality_rows import QualityRow
 from lantern_lab.evaluate.sets import read_set
 from lantern_lab.evaluate.statistics import Array, Rows
-
-ENDINGS = (".png", ".jpg", ".jpeg")
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ class Reference:
                 raise OptionError(words(Arg("reference"), "is missing"), why, hint)
             return cls()
         if path.is_dir():
-            files = sorted(f for f in path.rglob("*") if f.suffix.lower() in ENDINGS)
+            files = pictures_in(path)
             if len(files) <= NEIGHBOURS + 1:
                 raise OptionError(f"{path} holds {len(files)} pictures", "too few to compare with")
             return cls(files)
