@@ -20,6 +20,7 @@ from lantern_hpu.errors import Arg, OutputError, WeightsError, words
 
 ASSETS = Path(__file__).parent / "assets"
 LONGEST, LONGEST_PATH = 255, 1000  # bytes of a name and characters of a path that systems take
+MOST_TEXT = 10**9  # bytes of a text that is read whole; a large index or tokenizer has 10^8
 STARTED = time.time()  # of this process
 UNASKED = "existing files are not overwritten"
 OVERWRITE = words(Arg("force", True), "or another name")
@@ -84,6 +85,8 @@ def read_text(file: Path) -> str:
     Raises:
         OSError, ValueError, WeightsError: it cannot be read, or is not such text; with the line.
     """
+    if file.stat().st_size > MOST_TEXT:
+        raise ValueError(f"it has more than {amount(MOST_TEXT)}")
     data = file.read_bytes()
     check_content(file)
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):

@@ -399,8 +399,9 @@ def describe_environment(fit: DevicePlan, setting: Resolved | None) -> dict[str,
 
 def request_notes(condition: Conditioner, requests: Sequence[Request]) -> list[tuple[str, str]]:
     """Each prompt, and each negative one, with what the model cannot do with it, once; a scale with its first."""
-    prompts = dict.fromkeys(request.prompt for request in requests)
-    notes = [(text, note) for text in prompts for note in condition.notes(text)]
+    different = {(request.prompt, request.sources): request for request in requests}
+    notes = [(r.prompt, note) for r in different.values() for note in condition.request_notes(r)]
+    notes = list(dict.fromkeys(notes))
     if isinstance(condition, TokenConditioner):
         negatives = dict.fromkeys(r.negative for r in requests if r.negative is not None)
         notes += [(text, note) for text in negatives for note in condition.negative_notes(text)]

@@ -48,8 +48,11 @@ def per_prompt(name: str, value: str | Sequence[str] | None, count: int) -> list
     """One value for each of `count` prompts."""
     if value is None or isinstance(value, str):
         return [value] * count
-    check_count(name, value, count)
-    return list(value)
+    values: list[Any] = list(value) if isinstance(value, Iterable) else [0]
+    for text in values:
+        require(isinstance(text, str | None), name, repr(value)[:60], "a string, or a list of them")
+    check_count(name, values, count)
+    return values
 
 
 def prompts_of(prompt: Any) -> list[str]:

@@ -285,7 +285,10 @@ async def answer_error(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException):
             status, headers = error.status_code, error.headers  # Allow, of a 405
         place = f"{request.method} {request.url.path[:100]}"
-        messages = {400: "the body is not valid JSON", 500: "the server failed; its log says why"}
+        messages = {
+            400: "the body is not valid JSON in UTF-8",
+            500: "the server failed; its log says why",
+        }
         drawn = drawing_place(request)
         what = messages.get(status, f"{place} is not served here; images are: POST {drawn}")
         if headers and headers.get("Allow") == "GET":

@@ -120,8 +120,13 @@ async def read_edit(request: Request, decoder: DecodeThread) -> ParsedRequest:
 
 async def read_form(request: Request) -> FormData:
     limits = {"max_files": MOST_FILES, "max_fields": MOST_FIELDS, "max_part_size": MOST_FIELD}
+    # Starlette reads what is no UTF-8 as Latin-1 and does not say so; read as Latin-1 throughout, bytes stay known
+    headers = [
+        (name, value + b"; charset=latin-1" * (name == b"content-type"))
+        for name, value in request.scope["headers"]
+    ]
     try:
-        return await request.form(**limits)
+        return await Request({**request.scope, "headers": headers}, request.receive).form(**limits)
     except (ApiError, OSError, MemoryError) as error:  # of the body, or of this machine
         if getattr(error, "code", None) == FULL:
             await read_rest(request)
@@ -146,7 +151,8 @@ async def read_rest(request: Request) -> None:
 def form_parts(form: FormData) -> tuple[dict[str, str], list[UploadFile]]:
     """Fields and pictures of a form; an empty field counts as not given."""
     fields, files = dict[str, str](), dict[str, list[UploadFile]]()
-    for name, value in form.multi_items():
+    for raw_name, value in form.multi_items():
+        name = in_utf8(raw_name, "the name of a field")
         if value == "":
             continue
         if name in WITHOUT:
@@ -159,18 +165,28 @@ def form_parts(form: FormData) -> tuple[dict[str, str], list[UploadFile]]:
             what = f"{name[:60]} is text" if name in PICTURES else f"{name[:60]} is a file"
             raise ApiError(400, f"{what}; image is the field of files", name[:60], "invalid_value")
         else:
-            fields[name] = value
+            fields[name] = in_utf8(value, name)
     if len(files) != 1:
         what = "image and image[] exclude each other" if files else "image is missing; send a file"
         raise ApiError(400, what, "image", "invalid_value")
     return fields, [file for several in files.values() for file in several]
 
 
+def in_utf8(text: str, name: str) -> str:
+    """What a form's bytes, which were read as Latin-1, are as UTF-8; raises an ApiError where they are none."""
+    try:
+        return text.encode("latin-1").decode()
+    except UnicodeDecodeError as error:
+        what = f"{name[:60]} is not valid UTF-8; send the form in UTF-8"
+        raise ApiError(400, what, name[:60], "invalid_value") from error
+
+
 async def read_sources(
     files: Sequence[UploadFile], uploads: Uploads, client: str
 ) -> tuple[SourcePicture, ...]:
     """Pictures in their order, from a process of their own."""
-    names = [(file.filename or "")[:60] for file in files]
+    raw = [(file.filename or "").encode("latin-1") for file in files]
+    names = [name.decode(errors="replace")[:60] for name in raw]
     try:
         async with picture_reader(names) as reader:
             sizes = await reader.sizes([file.file for file in files])

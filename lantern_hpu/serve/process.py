@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import json
 import logging
 import os
 import signal
@@ -36,6 +37,7 @@ from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.serve.app import make_app
 from lantern_hpu.serve.decoder import DecodeThread
 from lantern_hpu.serve.options import MAX_N, ServeOptions
+from lantern_hpu.serve.protocol import ApiError
 from lantern_hpu.workers import connect, share_of
 
 with needing("uvicorn", "the server runs in it", "serve"):
@@ -43,13 +45,13 @@ with needing("uvicorn", "the server runs in it", "serve"):
     import uvicorn
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
-LAST = 20  # seconds for answers on their way once the last image is drawn
+LAST = 8  # seconds for answers on their way once the last image is drawn
 HURRY = 1  # the same after a second signal
 HEAD_SECONDS = 10.0  # in which the head of a request has to arrive
 READ_SECONDS = 30.0  # in which a client has to read some of what it was sent
 PIPELINED = 1 << 16  # bytes of further requests that wait for the answer of the first
-CHUNKS = 256  # of one body; reading one byte in a chunk of its own costs as much as reading kilobytes in one,
-CHUNK_BYTES = 4096  # so that each so many bytes may have one more
+CHUNKS = 256  # of one body, and as many more as it has of these bytes: to read one byte in a chunk of its own
+CHUNK_BYTES = 1024  # costs as much as to read kilobytes in one
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -119,7 +121,9 @@ class Connection(h11.Connection):
             self.chunks += event.chunk_start
             self.bytes += len(event.data)
         if self.chunks > CHUNKS + self.bytes // CHUNK_BYTES:
-            self.refusal = f"the body has more than {CHUNKS} chunks; send larger ones"
+            self.refusal = (
+                f"the body has more than {CHUNKS} chunks, of less than {CHUNK_BYTES} bytes"
+            )
             raise h11.RemoteProtocolError(self.refusal)
         return event
 
@@ -136,8 +140,18 @@ class Protocol(H11Protocol):
         self.conn: Connection = Connection(h11.SERVER)
 
     def send_400_response(self, msg: str) -> None:
+        """For what is no HTTP that is taken, in OpenAI's shape."""
+        what = f"{self.conn.refusal or msg}; the connection is closed"
+        body = json.dumps(ApiError(400, what, None, "invalid_http").body()).encode()
+        about = {"content-type": "application/json", "content-length": str(len(body))}
+        events = [
+            h11.Response(status_code=400, headers=[*about.items(), ("connection", "close")]),
+            h11.Data(data=body),
+            h11.EndOfMessage(),
+        ]
         with suppress(h11.LocalProtocolError):  # an answer has begun, or is whole
-            super().send_400_response(self.conn.refusal or msg)
+            for event in events:
+                self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
 
     def connection_made(self, transport: Any) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
 from lantern_hpu.core import check_text
 from lantern_hpu.errors import OptionError, needing
@@ -95,21 +95,31 @@ def parsed(kind: type[M], body: Any, strict: bool | None = None) -> M:
     try:
         return kind.model_validate(body, strict=strict)
     except ValidationError as error:
-        found = [{**each, "loc": ("body", *each["loc"])} for each in error.errors()[:1]]
-        raise invalid(found, kind.model_fields) from error
+        first = error.errors()[0]
+        found = [{**first, "loc": ("body", *first["loc"])}]
+        raise invalid(found, fields_at(kind, first["loc"][:-1])) from error
+
+
+def fields_at(kind: type[BaseModel], place: Iterable[str | int]) -> Iterable[str]:
+    """The fields of a part of a body, by where it is; those of the model where a part is no object."""
+    for name in place:
+        found: Any = kind.model_fields[name].annotation if name in kind.model_fields else None
+        while get_args(found):  # of a list, or of lists
+            found = get_args(found)[0]
+        kind = found if isinstance(found, type) and issubclass(found, BaseModel) else kind
+    return kind.model_fields
 
 
 def invalid(errors: Sequence[Mapping[str, Any]], fields: Iterable[str] = ()) -> ApiError:
     """The first of pydantic's errors on a body of these fields."""
     error = errors[0]
-    param = next((str(part)[:60] for part in error["loc"][1:2]), None)
+    param = ".".join(str(part)[:60] for part in error["loc"][1:]) or None
     if error["type"] == "json_invalid":
         why = error["ctx"]["error"]
         return ApiError(400, f"the body is not valid JSON: {why}", None, "invalid_json")
     if error["type"] == "extra_forbidden":
-        inner = ".".join(str(part)[:60] for part in error["loc"][1:])
         allowed = ", ".join(fields or ImagesRequest.model_fields)
-        what = f"unknown field {inner!r}; allowed: {allowed}"
+        what = f"unknown field {param!r}; allowed: {allowed}"
         return ApiError(400, what, param, "unknown_parameter")
     if error["type"] == "too_many_fields":
         return ApiError(400, error["msg"], None, "invalid_value")

@@ -7,6 +7,7 @@ glm_image.py; it gives up where no answer comes for 100 s, or `--srt-encoder-tim
 
 from __future__ import annotations
 
+import re
 import secrets
 from dataclasses import replace
 from typing import Annotated, Any
@@ -20,7 +21,7 @@ from lantern_hpu.serve import calls
 from lantern_hpu.serve.answers import CLOSED, ImageRequestHandler
 from lantern_hpu.serve.calls import ParsedRequest
 from lantern_hpu.serve.decoder import DecodeThread
-from lantern_hpu.serve.protocol import parsed, refuse
+from lantern_hpu.serve.protocol import ApiError, parsed, refuse
 from lantern_hpu.serve.queue import Done
 
 with needing("fastapi", "the server is built on it", "serve"):
@@ -128,7 +129,13 @@ async def generate(body: Annotated[dict[str, Any], Body()], request: HTTPRequest
     decoder: DecodeThread = request.app.state.decoder
     ids = body.get("input_ids")
     several = isinstance(ids, list) and isinstance(next(iter(ids), None), list)
-    call = read_generate(body if several else {name: [body[name]] for name in body}, decoder)
+    try:
+        call = read_generate(body if several else {name: [body[name]] for name in body}, decoder)
+    except ApiError as error:
+        if not several and error.param:  # its values are those of a list of one
+            sent = re.sub(r"^(\w+)\.0(?!\d)", r"\1", error.param)
+            error.message, error.param = error.message.replace(error.param, sent), sent
+        raise
     handler = ImageRequestHandler(request, decoder, call)
     handler.record.asked(call)
     images = await handler.images()

@@ -22,7 +22,7 @@ MOST_SPREAD = 1.5  # of equal steps on a machine that has nothing else to do
 
 
 def doubtful_step(tokens: int, step: float, alone: float) -> str:
-    """Why a step cannot have taken so many milliseconds on a quiet machine where one of `ar` took `alone`, or nothing."""
+    """Why a step cannot have taken so many milliseconds on a quiet machine, `alone` of `ar`, or nothing."""
     took = f"a step over {tokens} tokens took {step:.1f} ms, one of ar {alone:.1f}"
     if step < LEAST_STEP * alone:
         return f"{took}: it cannot take less"

@@ -79,6 +79,9 @@ DIFFUSION_MISSING = words(
 )
 # Of a model that was saved as a part of another: published files have their heads outside
 INNER_HEADS = ("model.lm_head.", "model.gen_head.", "model.text_model.lm_head.")
+UNDESCRIBED = (
+    "the model's config.json next to it; of DeepSpeed's states zero_to_fp32.py makes weights"
+)
 # Values of `model.json` in addition to those of the configs
 DESCRIBED = {
     **dict.fromkeys(("name", "fingerprint", "pixels"), str | None),
@@ -242,8 +245,10 @@ def open_published(parts: Parts) -> OpenedModel:
     stored = open_checkpoint(parts.target)
     if any(name.startswith(INNER_HEADS) for name in stored.shapes):
         stored = stored.within("model.")
-    with reported_as(f"{parts.target} does not describe a model"):
-        files = Files(stored, settings_beside(parts.target), parts)
+    settings = settings_beside(parts.target)
+    hint = "" if settings else UNDESCRIBED
+    with reported_as(f"{parts.target} does not describe a model", hint):
+        files = Files(stored, settings, parts)
         family = family_of(files)
         published = family.read(files)
     config, vq = published.config, None

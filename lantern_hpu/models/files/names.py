@@ -45,6 +45,9 @@ QUANTISED = {
     "FP8 with scales": r"\.(weight_scale|weight_scale_inv|input_scale|scale_weight)$|^scaled_fp8$",
     "MLX": r"\.scales$",
 }
+# What programs end the names of files with until they are whole
+UNFINISHED = (".incomplete", ".part", ".partial", ".crdownload", ".download", ".aria2", ".tmp")
+AGAIN = "download it again, or copy the files that links lead to (cp -rL)"
 LORA = r"\.(lora|hada|lokr|ia3)_|\.base_layer\."
 MERGE = "merge it with PEFT (merge_and_unload, save_pretrained), and load the result"
 
@@ -229,7 +232,15 @@ def check_plain(path: Path, names: Collection[str]) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise a WeightsError where a folder without weights of a model has an adapter, or a model for llama.cpp."""
+    """Raise a WeightsError where a folder without weights of a model has those of an adapter, a model for llama.cpp, or
+    a part of them: links to nothing, or downloads that broke off."""
+    for file in sorted(folder.iterdir()):
+        if is_weights(Path(file.stem if file.suffix in UNFINISHED else file.name)):
+            if file.suffix in UNFINISHED:
+                raise WeightsError(f"{file} is not a whole file", "its download broke off", AGAIN)
+            if file.is_symlink() and not file.exists():
+                why = f"it is a link to {os.readlink(file)}, which is not there"
+                raise WeightsError(f"{file} cannot be read", why, AGAIN)
     if adapters_in(folder):
         raise adapter(folder)
     for file in sorted(folder.glob(f"*{GGUF}")):

@@ -144,10 +144,17 @@ class Frame:
     def notes(self, prompt: str, negative: bool = False) -> list[str]:
         """What is cut of a prompt, or of a negative one, which is not framed."""
         more = len(self.words(prompt if negative else self.text(prompt))) - self.room
-        if more <= 0:
-            return []
-        count, kind = len(self.words(prompt)), "negative prompt" if negative else "prompt"
-        return [f"the {kind} has {count} tokens; those past {count - more} are left out"]
+        return self.cut_notes(prompt, more, "negative prompt" if negative else "prompt")
+
+    def source_notes(self, prompt: str, grids: Sequence[tuple[int, int]]) -> list[str]:
+        """The same of a prompt with sources, whose codes have these grids."""
+        return []
+
+    def cut_notes(self, prompt: str, more: int, kind: str) -> list[str]:
+        """That so many tokens are left out, where that is some."""
+        count = len(self.words(prompt))
+        left = f"those past {count - more} are left out"
+        return [f"the {kind} has {count} tokens; {left}"] if more > 0 else []
 
     def axes(self, tokens: int, grids: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
         """Places of a prompt's tokens on the axes of "mrope" [3][T], where it begins with sources of these grids.
@@ -247,6 +254,12 @@ class LuminaOmniFrame(LuminaFrame):
         picture = [self.BEGIN, *size, *chain.from_iterable(rows), self.END]
         words = self.words(f"{prompt} ")[: self.room - len(picture)]
         return [*self.before, *words, *picture, *self.after]
+
+    def source_notes(self, prompt: str, grids: Sequence[tuple[int, int]]) -> list[str]:
+        blank = [[[0] * columns] * rows for rows, columns in grids]
+        whole = len(self.ids("", blank)) - len(self.before) - len(self.after)
+        more = len(self.words(f"{prompt} ")) + whole - len(self.words(" ")) - self.room
+        return self.cut_notes(prompt, more, "prompt")
 
 
 class Lumina2Frame(LuminaFrame):

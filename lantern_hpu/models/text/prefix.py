@@ -202,6 +202,10 @@ class Conditioner(ABC):
         """Warnings for the user: words that were cut or that the model does not know."""
         return []
 
+    def request_notes(self, request: Request) -> list[str]:
+        """The same of a prompt with the pictures that it is drawn from."""
+        return self.notes(request.prompt)
+
     @abstractmethod
     def parts(self) -> dict[str, nn.Module]:
         """What is stored with the target, by the names it is stored under."""

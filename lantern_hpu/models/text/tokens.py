@@ -99,10 +99,14 @@ class TokenConditioner(Conditioner):
             self.others[config] = other
         return self.others[config]
 
+    @property
+    def sourced(self) -> TokenConditioner:
+        """The same of prompts with pictures."""
+        return self.sized(self.frame.config.of_grid(None, sourced=True))
+
     def length(self, request: Request) -> int:
-        config = self.frame.config
-        if request.sources and not config.sourced:
-            return self.sized(config.of_grid(None, sourced=True)).length(request)
+        if request.sources and not self.frame.config.sourced:
+            return self.sourced.length(request)
         blank = [[[0] * columns] * rows for rows, columns in self.grids(request)]
         return len(self.ids(request.prompt, blank))
 
@@ -188,6 +192,11 @@ class TokenConditioner(Conditioner):
 
     def notes(self, prompt: str) -> list[str]:
         return self.frame.notes(self.plain(prompt))
+
+    def request_notes(self, request: Request) -> list[str]:
+        if not request.sources:
+            return self.notes(request.prompt)
+        return self.sourced.frame.source_notes(self.plain(request.prompt), self.grids(request))
 
     def negative_notes(self, negative: str) -> list[str]:
         """The same of a negative prompt."""
