@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import gc
 import io
 import json
@@ -14,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import httpx
 import jsonschema
@@ -99,6 +99,15 @@ def files(*several: Any, name: str = "image") -> list[tuple[str, Any]]:
 def send(server: Running, parts: Any, **fields: Any) -> httpx.Response:
     form = {"prompt": "red cat", "seed": "3", **fields}
     return httpx.post(server.url + PATH, data=form, files=parts, timeout=300)
+
+
+def failing(error: Exception) -> Callable[..., None]:
+    """Raises an error like this one: the same one would keep the frames that it passed."""
+
+    def fail(*_: Any, **more: Any) -> None:
+        raise copy.copy(error)
+
+    return fail
 
 
 def nothing_is_held(server: Running) -> bool:
@@ -283,9 +292,9 @@ def test_a_machine_that_is_full_is_no_damaged_form(
 ) -> None:
     for kind, method in ((UploadFile, "write"), (Image.Image, "paste")):
         with monkeypatch.context() as patched:
-            patched.setattr(kind, method, Mock(side_effect=error))
+            patched.setattr(kind, method, failing(error))
             assert send(server, files(CAT)).status_code == 500
-    assert nothing_is_held(server) and server.decoder.failure is None
+    assert not server.app.state.uploads.arrived and server.decoder.failure is None
 
 
 def leave_soon(server: Running) -> None:
@@ -301,11 +310,8 @@ def leave_soon(server: Running) -> None:
 
 
 def fail_to_draw(server: Running) -> None:
-    def fail(*_: Any, **more: Any) -> None:
-        raise RuntimeError("no")
-
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(DiffusionPixels, "__call__", fail)
+        patched.setattr(DiffusionPixels, "__call__", failing(RuntimeError("no")))
         assert send(server, files(CAT)).status_code == 500
 
 

@@ -32,6 +32,7 @@ async def before_stop(work: Coroutine[Any, Any, T], decoder: DecodeThread) -> T:
         return task.result()
     finally:
         task.cancel()
+        del task  # or an error of it would keep this frame, and the frame the error
 
 
 class AllowedBody(NamedTuple):

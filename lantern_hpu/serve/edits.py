@@ -144,8 +144,8 @@ def full(why: str) -> ApiError:
 async def read_rest(request: Request) -> None:
     """Read what a client still sends, since it reads no answer before."""
     with suppress(Exception):
-        async for _ in request.stream():
-            pass
+        while not request.state.body.whole:
+            await request.receive()
 
 
 def form_parts(form: FormData) -> tuple[dict[str, str], list[UploadFile]]:
