@@ -27,7 +27,6 @@ from tests.test_step import Ahead
 from tests.tiny import (
     SMALL_TREE,
     Models,
-    draw,
     make_engine,
     prefix_for,
     request,
@@ -295,6 +294,13 @@ def test_probabilities_that_are_nan_are_said_and_stop_nothing(tree: Tree) -> Non
     engine = make_engine((target, drafter), spec_for(tree, requests := images()[:2]))
     with torch.no_grad():
         target.norm.weight.fill_(float("nan"))
-    with pytest.warns(UserWarning, match="seed 20: probabilities were NaN in"):
-        tokens = draw(engine, requests).tokens
+    batch = Batch(engine, partial(prefix_for, engine))
+    batch.admit(requests)
+    while batch.running:
+        batch.advance()
+    records = [record for _, record in batch.finished()]
+    assert [record.invalid[:22] for record in records] == ["probabilities were NaN"] * 2
+    with pytest.raises(InvalidImageError, match="2 of 2 .* seed 20: probabilities were NaN in"):
+        check_valid(records)
+    tokens = np.array([record.token_ids for record in records])
     assert tokens.min() >= 0 and tokens.max() < target.config.vocab_size

@@ -65,7 +65,7 @@ class PictureFile:
     coefficients: int = 0
 
 
-def kind_of(data: bytes) -> str:
+def file_kind(data: bytes) -> str:
     """What a file is by its first bytes; empty where that is unknown."""
     start = data[:512]
     return next((kind for kind, form in KINDS.items() if re.match(form, start, re.DOTALL)), "")
@@ -77,7 +77,7 @@ def open_parts(data: bytes) -> PictureFile:
     Raises:
         PictureError: it has too many parts.
     """
-    kind = kind_of(data)
+    kind = file_kind(data)
     walk = {"JPEG": jpeg_file, "PNG": png_file, "WebP": webp_file}.get(kind)
     return walk(data) if walk else PictureFile(kind, data)
 

@@ -94,7 +94,7 @@ class Guard:
             await self.app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        body, asked = Body(receive, scope["app"].state.decoder), scope["method"]
+        body, asked = Body(receive, scope["app"].state), scope["method"]
         record = Record(headers)
         scope.setdefault("state", {}).update(record=record, body=body)
 

@@ -8,11 +8,11 @@ from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple, TypeVar
 
 from lantern_hpu.errors import needing
-from lantern_hpu.serve.decoder import DecodeThread
 from lantern_hpu.serve.options import MAX_BODY
 from lantern_hpu.serve.protocol import ApiError
 
 with needing("fastapi", "the server is built on it", "serve"):
+    from starlette.datastructures import State
     from starlette.types import Message, Receive
 
 T = TypeVar("T")
@@ -22,13 +22,16 @@ GZIP = b"\x1f\x8b"  # how such a body begins
 LISTEN = 0.5  # seconds after which what waits looks whether the server is about to stop
 
 
-async def before_stop(work: Coroutine[Any, Any, T], decoder: DecodeThread) -> T:
-    """What is awaited, or an ApiError where the server is about to stop first: nothing would be drawn of it."""
+async def before_stop(work: Coroutine[Any, Any, T], state: State) -> T:
+    """What is awaited, or an ApiError where the server is about to stop first: nothing would be drawn of it.
+
+    `state` is the application's.
+    """
     task = asyncio.ensure_future(work)
     try:
         while not (await asyncio.wait([task], timeout=LISTEN))[0]:
-            if decoder.draining:
-                decoder.check_open()
+            if state.decoder.draining:
+                raise state.decoder.not_taking
         return task.result()
     finally:
         task.cancel()
@@ -50,8 +53,8 @@ class Body:
         count: called with the size of each part that arrives; may refuse it.
     """
 
-    def __init__(self, receive: Receive, decoder: DecodeThread) -> None:
-        self.inner, self.decoder = receive, decoder
+    def __init__(self, receive: Receive, state: State) -> None:
+        self.inner, self.state = receive, state
         self.size, self.whole, self.cut = 0, False, False
         self.count: Callable[[int], None] = lambda size: None
         self.until = 0.0  # counted from when it is asked for
@@ -74,7 +77,7 @@ class Body:
         self.until = self.until or time.monotonic() + self.allowed.seconds
         try:
             arriving = asyncio.wait_for(self.inner(), self.until - time.monotonic())
-            message = await before_stop(arriving, self.decoder)
+            message = await before_stop(arriving, self.state)
         except asyncio.TimeoutError as error:
             what = f"the body did not arrive within {self.allowed.seconds:g} s"
             closing = {"Connection": "close"}

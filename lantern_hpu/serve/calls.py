@@ -46,9 +46,9 @@ def read_call(
     given = asked.given()
     check_name(given.get("model", menu.name), menu)
     size = read_size(given, menu, sources)
-    count, stream = given.get("n", 1), given.get("stream", False)
-    if stream and count > 1:
-        raise refuse("n", count, "1 while streaming")
+    images, stream = given.get("n", 1), given.get("stream", False)
+    if stream and images > 1:
+        raise refuse("n", images, "1 while streaming")
     sent = given.get("response_format")
     if stream and sent == "url":
         raise refuse("response_format", sent, "b64_json while streaming")
@@ -63,26 +63,30 @@ def read_call(
         sampling = replace(menu.sampling, **only(Sampling, image))
         setting = read_setting(given, served.setting, menu)
         seed = image["seed"]
-        if seed > MAX_SEED - count:
-            raise refuse("seed", seed, f"-1 (random) to {MAX_SEED - count}")
+        if seed > MAX_SEED - images:
+            raise refuse("seed", seed, f"-1 (random) to {MAX_SEED - images}")
         asked_size = size if menu.by_request else None
         negative = given.get("negative_prompt")
         if negative and not menu.takes_negative:
             raise no_negative(menu.name)
         negative = negative if menu.takes_negative else None
         settings = sampling, setting.relaxation, negative, asked_size, sources
-        requests = in_turn([asked.prompt], range(count), seed, *settings)
+        requests = in_turn([asked.prompt], range(images), seed, *settings)
         need = menu.spec_of(requests[0], setting.tree)
         check_graph(need, served, given)
         rows = need.grid[0] if need.grid and menu.rows > 1 else menu.rows
-        shows = read_shows(given, rows, stream)
+        count = read_partials(given, stream)
+        shown = min(count, rows - 1)
     except LanternError as error:
         raise translated(error) from error
     idle = [name for name in IDLE_FIELDS if given.get(name, "auto") != "auto"]
-    warnings = (f"{', '.join(idle)} had no effect",) if idle else ()
-    kinds = (sent,) if sent else ("b64_json", "url")
+    warnings = [f"{', '.join(idle)} had no effect"] if idle else []
+    if shown < count:
+        warnings.append(f"partial_images is {count}; the model makes {shown} of them at most")
+    shows = tuple(dict.fromkeys(rows * (i + 1) // (shown + 1) for i in range(shown)))
+    kinds, needs = (sent,) if sent else ("b64_json", "url"), [need] * len(requests)
     return ParsedRequest(
-        served, requests, stream, shows, size, [need] * count, (kind, quality), kinds, warnings
+        served, requests, stream, shows, size, needs, (kind, quality), kinds, tuple(warnings)
     )
 
 
@@ -112,15 +116,12 @@ def read_size(
     return min(menu.sizes, key=lambda size: abs(math.log(size[0] * width / size[1] / height)))
 
 
-def read_shows(given: Mapping[str, Any], rows: int, stream: bool) -> tuple[int, ...]:
-    """Rows of partial pictures, evenly spread; OpenAI allows three, here it is one for each row but the last."""
-    count = given.get("partial_images", 0)
+def read_partials(given: Mapping[str, Any], stream: bool) -> int:
+    """How many partial pictures are asked for; OpenAI allows three, and says that fewer may come."""
+    count: int = given.get("partial_images", 0)
     if count and not stream:
         raise refuse("partial_images", count, "0 unless stream is true")
-    if count >= rows:
-        most = f"0 to {rows - 1}" if rows > 1 else "0: pictures are made of whole images alone"
-        raise refuse("partial_images", count, most)
-    return tuple(dict.fromkeys(rows * (i + 1) // (count + 1) for i in range(count)))
+    return count
 
 
 def read_method(given: Mapping[str, Any], menu: ServedModel) -> ServedMethod:

@@ -104,7 +104,8 @@ class DecodeThread:
     def submit(self, jobs: Sequence[Job]) -> None:
         """Queue the images of a request, all or none."""
         with self.queue.changed:
-            self.check_open()
+            if self.draining or not self.ready:
+                raise self.not_taking
             queued, most = self.queue.queued, self.options.queue
             places = queued + len(jobs) - most
             if places > 0:
@@ -114,11 +115,11 @@ class DecodeThread:
             self.tasks.text.put(partial(self.tasks.read, jobs))  # begins once the lock is free
             self.queue.add(jobs)
 
-    def check_open(self) -> None:
-        """Raise an ApiError where no jobs are taken."""
-        if self.draining or not self.ready:
-            what = "about to stop" if self.draining else "not ready yet"
-            raise ApiError(503, f"the server is {what}", headers={"Retry-After": "5"})
+    @property
+    def not_taking(self) -> ApiError:
+        """Why no jobs are taken."""
+        what = "about to stop" if self.draining else "not ready yet"
+        return ApiError(503, f"the server is {what}", headers={"Retry-After": "5"})
 
     def cancel(self, jobs: Iterable[Job]) -> None:
         """Give jobs up: their slots are free at the next host read, their text and pixels are not made."""

@@ -1,13 +1,14 @@
 """Pictures and fields of `POST /v1/images/edits`: multipart/form-data, as OpenAI's and other clients send it.
 
-One picture is a file `image`, several are files `image[]`. Nothing is fetched from elsewhere, and no file is kept: a
-large one is in a temporary file until it is read.
+One picture is a file `image`, several are files `image[]`, numbered ones such as `image[0]`, or `images`. Nothing is
+fetched from elsewhere, and no file is kept: a large one is in a temporary file until it is read.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+import re
 from asyncio import Lock, Semaphore
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -30,7 +31,7 @@ with needing("fastapi", "the server is built on it", "serve"):
     from fastapi import Request
     from starlette.datastructures import FormData, UploadFile
 
-PICTURES = ("image", "image[]")
+PICTURES = re.compile(r"(images?)(\[(\d{0,4})\])?")  # names of the fields of pictures
 WITHOUT = ("mask", "markup")  # what OpenAI's models read besides
 MOST_FILES = 16  # of a request, as OpenAI has it
 MOST_FIELD = 1 << 16  # bytes of a field that is no file
@@ -112,7 +113,7 @@ async def read_edit(request: Request, decoder: DecodeThread) -> ParsedRequest:
                 allowed = f"1 to {decoder.served.sources}"
                 raise refuse("image", f"{len(files)} pictures", allowed)
             reading = read_sources(files, uploads, client)
-            sources = await before_stop(reading, decoder)
+            sources = await before_stop(reading, request.app.state)
         finally:
             await form.close()
     return calls.read_call(asked, decoder.served, sources)
@@ -150,26 +151,38 @@ async def read_rest(request: Request) -> None:
 
 def form_parts(form: FormData) -> tuple[dict[str, str], list[UploadFile]]:
     """Fields and pictures of a form; an empty field counts as not given."""
-    fields, files = dict[str, str](), dict[str, list[UploadFile]]()
+    fields, files = dict[str, str](), dict[str, list[tuple[int, UploadFile]]]()
     for raw_name, value in form.multi_items():
         name = in_utf8(raw_name, "the name of a field")
-        if value == "":
+        if value == "" or is_empty_input(value):
             continue
+        picture = PICTURES.fullmatch(name)
         if name in WITHOUT:
             raise ApiError(400, f"{name} is not supported; leave it out", name, "invalid_value")
         if name in fields:
             raise ApiError(400, f"{name[:60]} is given twice", name[:60], "invalid_value")
-        if isinstance(value, UploadFile) and name in PICTURES:
-            files.setdefault(name, []).append(value)
-        elif isinstance(value, UploadFile) or name in PICTURES:
-            what = f"{name[:60]} is text" if name in PICTURES else f"{name[:60]} is a file"
+        if isinstance(value, UploadFile) and picture:
+            kind = picture[1] + "[]" * (picture[2] is not None)
+            files.setdefault(kind, []).append((int(picture[3] or 0), value))
+        elif isinstance(value, UploadFile) or picture:
+            what = f"{name[:60]} is text" if picture else f"{name[:60]} is a file"
             raise ApiError(400, f"{what}; image is the field of files", name[:60], "invalid_value")
         else:
             fields[name] = in_utf8(value, name)
     if len(files) != 1:
-        what = "image and image[] exclude each other" if files else "image is missing; send a file"
+        what = (
+            f"{' and '.join(files)} exclude each other"
+            if files
+            else "image is missing; send a file"
+        )
         raise ApiError(400, what, "image", "invalid_value")
-    return fields, [file for several in files.values() for file in several]
+    numbered = next(iter(files.values()))
+    return fields, [file for _, file in sorted(numbered, key=lambda pair: pair[0])]
+
+
+def is_empty_input(value: UploadFile | str) -> bool:
+    """Whether it is what browsers send for a file input that was left empty."""
+    return isinstance(value, UploadFile) and not value.filename and not value.size
 
 
 def in_utf8(text: str, name: str) -> str:

@@ -113,20 +113,21 @@ def fields_at(kind: type[BaseModel], place: Iterable[str | int]) -> Iterable[str
 def invalid(errors: Sequence[Mapping[str, Any]], fields: Iterable[str] = ()) -> ApiError:
     """The first of pydantic's errors on a body of these fields."""
     error = errors[0]
-    param = ".".join(str(part)[:60] for part in error["loc"][1:]) or None
+    place = ".".join(str(part)[:60] for part in error["loc"][1:])
+    param = place.partition(".")[0] or None
     if error["type"] == "json_invalid":
         why = error["ctx"]["error"]
         return ApiError(400, f"the body is not valid JSON: {why}", None, "invalid_json")
     if error["type"] == "extra_forbidden":
         allowed = ", ".join(fields or ImagesRequest.model_fields)
-        what = f"unknown field {param!r}; allowed: {allowed}"
+        what = f"unknown field {place!r}; allowed: {allowed}"
         return ApiError(400, what, param, "unknown_parameter")
     if error["type"] == "too_many_fields":
         return ApiError(400, error["msg"], None, "invalid_value")
     if param is None:
         return ApiError(400, f"the body is not a JSON object: {error['msg']}", None, "invalid_json")
     why = error["msg"].removeprefix("Value error, ")  # pydantic's, before a message of ours
-    what = f"{param} is {shown(error['input'])}: {why}"
+    what = f"{place} is {shown(error['input'])}: {why}"
     return ApiError(400, what, param, "invalid_value")
 
 

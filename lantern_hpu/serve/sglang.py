@@ -7,7 +7,6 @@ glm_image.py; it gives up where no answer comes for 100 s, or `--srt-encoder-tim
 
 from __future__ import annotations
 
-import re
 import secrets
 from dataclasses import replace
 from typing import Annotated, Any
@@ -132,9 +131,8 @@ async def generate(body: Annotated[dict[str, Any], Body()], request: HTTPRequest
     try:
         call = read_generate(body if several else {name: [body[name]] for name in body}, decoder)
     except ApiError as error:
-        if not several and error.param:  # its values are those of a list of one
-            sent = re.sub(r"^(\w+)\.0(?!\d)", r"\1", error.param)
-            error.message, error.param = error.message.replace(error.param, sent), sent
+        if not several:  # each value was the only one of a list
+            error.message = error.message.replace(f"{error.param}.0", str(error.param), 1)
         raise
     handler = ImageRequestHandler(request, decoder, call)
     handler.record.asked(call)

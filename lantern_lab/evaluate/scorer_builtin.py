@@ -201,4 +201,4 @@ def through_tokenizer(pipeline: LanternPipeline, pixels: Pixels) -> Iterator[Pix
     for start in tqdm(range(0, len(pixels), 8), desc="tokenizer", unit="batch"):
         floats = to_network(pixels[start : start + 8]).to(weight.device, weight.dtype)
         codes = vq.encode(floats).flatten(1)
-        yield from map(small, to_images(vq.decode_codes(codes, grid)))
+        yield from map(small, to_images(vq.decode_codes(codes, grid))[0])
