@@ -9,13 +9,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from lantern_hpu.commands.generate import main
-from lantern_hpu.core import ImageRecord, Request
+from lantern_hpu.core import ImageRecord, Request, check_valid
 from lantern_hpu.decode.batch import Batch
+from lantern_hpu.errors import InvalidImageError
 from lantern_hpu.methods.relaxation import Multiplicative
 from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.pipeline import LanternPipeline
@@ -300,7 +302,7 @@ def test_probabilities_that_are_nan_are_said_and_stop_nothing(tree: Tree) -> Non
         batch.advance()
     records = [record for _, record in batch.finished()]
     assert [record.invalid[:22] for record in records] == ["probabilities were NaN"] * 2
-    with pytest.raises(InvalidImageError, match="2 of 2 .* seed 20: probabilities were NaN in"):
+    with pytest.raises(InvalidImageError, match=r"2 of 2 .* seed 20: probabilities were NaN in"):
         check_valid(records)
     tokens = np.array([record.token_ids for record in records])
     assert tokens.min() >= 0 and tokens.max() < target.config.vocab_size
