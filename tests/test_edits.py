@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import copy
 import gc
@@ -10,7 +11,9 @@ import json
 import random
 import re
 import socket
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,19 +23,22 @@ import httpx
 import jsonschema
 import openai
 import pytest
+import torch
 from fastapi.testclient import TestClient
 from PIL import Image
 from starlette.datastructures import UploadFile
 
 from lantern_hpu.commands import generate
+from lantern_hpu.core import Request, SourcePicture
+from lantern_hpu.decode import batch, engine
 from lantern_hpu.decode.pixels import UNKNOWN
 from lantern_hpu.errors import OptionError
 from lantern_hpu.models.diffusion import DiffusionPixels
 from lantern_hpu.models.files.load import OpenedModel
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.png import read_png
-from lantern_hpu.results.sources import MOST_PIXELS, read_picture
-from lantern_hpu.serve import edits, process
+from lantern_hpu.results.sources import MOST_PIXELS, OpenPicture, open_picture, read_picture
+from lantern_hpu.serve import edits, picture_process, process
 from lantern_hpu.serve.app import make_app
 from lantern_hpu.serve.calls import check_graph, read_size
 from lantern_hpu.serve.decoder import DecodeThread
@@ -43,7 +49,7 @@ from lantern_hpu.serve.served import source_prefixes
 from tests.marks import mostly_slow
 from tests.published import LUMINA, with_settings
 from tests.test_serve import ROOT, Running, lines_of, served
-from tests.test_sources import encoded, header, picture
+from tests.test_sources import encoded, header, picture, profile
 
 pytest.importorskip("python_multipart")
 
@@ -500,6 +506,202 @@ def test_large_pictures_are_bounded_together(
     assert full.status_code == 429 and full.headers["Retry-After"]
 
 
+def test_clients_are_told_apart_behind_a_proxy(server: Running) -> None:
+    """One that holds its half of all uploads keeps nobody else from uploading."""
+    uploads = server.app.state.uploads
+    uploads.arrived["10.0.0.1"] = uploads.most // 2
+    try:
+        for client, status in (("10.0.0.1", 429), ("6.6.6.6, 10.0.0.1", 429), ("10.0.0.2", 400)):
+            headers = {"X-Forwarded-For": client}
+            form = {"prompt": "cat", "n": "0"}
+            answer = httpx.post(server.url + PATH, data=form, files=files(CAT), headers=headers)
+            assert answer.status_code == status, client
+    finally:
+        uploads.arrived.clear()
+
+
+def test_bodies_that_do_not_come_shut_nobody_out(server: Running) -> None:
+    """However many are announced: what counts is what arrived."""
+    host, port = server.url.removeprefix("http://").split(":")
+    head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary=b\r\n"
+    made = [socket.create_connection((host, int(port))) for _ in range(9)]
+    try:
+        for each in made:
+            each.sendall(f"{head}Content-Length: 1048576\r\n\r\n--b\r\n".encode())
+        server.until(lambda: server.app.state.uploads.arrived)
+        assert drawn(send(server, files(CAT)))
+    finally:
+        for each in made:
+            each.close()
+    server.until(lambda: nothing_is_held(server))
+
+
+def test_promise_a_server_that_stops_waits_for_no_upload(folder: Path) -> None:
+    """Neither for one that stalls nor for pictures that are being read."""
+    with served(offered(folder, 1, upload_timeout=300.0), loaded) as stopping:
+        with pytest.MonkeyPatch.context() as patched, ThreadPoolExecutor() as pool:
+            patched.setattr(picture_process, "START", "import time; time.sleep(300)")
+            reading = pool.submit(send, stopping, files(CAT))
+            stopping.until(lambda: stopping.app.state.uploads.arrived)
+            began = time.monotonic()
+            stopping.decoder.draining = True
+            answer = reading.result()
+            assert answer.status_code == 503 and time.monotonic() - began < 30
+        stopping.decoder.draining = False
+
+
+ENDED = {
+    "time": (
+        "import sys; limit('RLIMIT_CPU', 1)\nwhile True: pass",
+        "more than 3 s of a processor",
+    ),
+    "a crash": ("import os; os.kill(os.getpid(), 11)", "its decoder ended with code -11"),
+    "memory": ("raise MemoryError", "to decode it takes more than 250 MB"),
+}
+
+
+@pytest.mark.parametrize("case", ENDED)
+def test_a_decoder_that_ends_is_an_answer(
+    case: str, server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its own process it ends nothing else."""
+    code, why = ENDED[case]
+    start = f"""
+import json, sys
+sys.path = json.loads(sys.argv[1])
+from lantern_hpu.serve import picture_process
+from lantern_hpu.serve.picture_process import limit
+def misbehave(given):
+    exec({code!r}, {{"limit": limit}})
+picture_process.open_picture = misbehave
+picture_process.main()
+"""
+    monkeypatch.setattr(picture_process, "START", start.replace("{", "{{").replace("}", "}}"))
+    answer = send(server, files(CAT))
+    assert answer.status_code == 400 and why in answer.text
+    assert nothing_is_held(server)
+
+
+def test_pictures_that_take_much_memory_are_refused_before_they_are_decoded() -> None:
+    def opened(data: bytes) -> OpenPicture:
+        return open_picture(data)
+
+    picture_process.check_decoder(opened(CAT))
+    for given in (
+        encoded(Image.new("RGB", (4500, 4500)), "WEBP", method=0, quality=1),
+        encoded(Image.new("RGB", (6600, 6600)), "JPEG", progressive=True, subsampling=0),
+    ):
+        with pytest.raises(OptionError) as caught:
+            picture_process.check_decoder(opened(given))
+        assert "more than 250 MB" in str(caught.value)
+
+
+def test_a_process_reads_what_read_picture_reads(server: Running) -> None:
+    """Bit for bit: of every kind, turned, with a profile, transparent; several of one request."""
+    many = [encoded(picture(40, 50, mode), "PNG") for mode in ("L", "RGBA", "RGB")]
+    many += [encoded(picture(70, 40), kind) for kind in ("JPEG", "WEBP")]
+    many.append(encoded(picture(), "PNG", icc_profile=profile()))
+
+    async def read() -> tuple[SourcePicture, ...]:
+        async with picture_process.picture_reader([""] * len(many)) as reader:
+            sizes = await reader.sizes([io.BytesIO(one) for one in many])
+            return await reader.fill([Image.new("RGB", size, None) for size in sizes])
+
+    for mine, data in zip(asyncio.run(read()), many, strict=True):
+        theirs = read_picture(data)
+        assert mine == theirs and mine.picture.tobytes() == theirs.picture.tobytes()
+
+
+@pytest.mark.parametrize("charset", ["GBK", "windows-1251", "ISO-8859-1", "utf-8"])
+def test_a_form_is_utf_8_or_refused(charset: str, server: Running, tmp_path: Path) -> None:
+    """With 200 another text would be drawn."""
+    text = {"GBK": "\u7ea2\u732b", "windows-1251": "\u043a\u043e\u0442"}.get(charset, "caf\u00e9")
+    kind = f"text/plain; charset={charset}"
+    parts = [("prompt", (None, text.encode(charset), kind)), ("seed", (None, "3")), *files(CAT)]
+    answer = httpx.post(server.url + PATH, files=parts, timeout=300)
+    if charset != "utf-8":
+        assert answer.status_code == 400 and "prompt is not valid UTF-8" in answer.text
+        return
+    assert metadata(drawn(answer)["data"][0]["b64_json"], tmp_path)["prompt"] == text
+
+
+NAMES: dict[str, list[tuple[str, Any]]] = {
+    "numbered, in another order": [("image[1]", ("b", DOG)), ("image[0]", ("a", CAT))],
+    "images": [*files(CAT, DOG, name="images")],
+    "images[]": [*files(CAT, DOG, name="images[]")],
+    "empty inputs": [
+        *files(CAT, DOG, name="image"),
+        *files(("", b""), name="mask"),
+        *files(("", b"")),
+    ],
+}
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_pictures_have_the_names_that_programs_send(
+    case: str, server: Running, tmp_path: Path
+) -> None:
+    assert digests(drawn(send(server, NAMES[case])), tmp_path) == DIGESTS
+
+
+def test_fewer_partial_pictures_than_asked_for_are_a_warning(server: Running) -> None:
+    """OpenAI says that fewer may come; of pictures that are made whole there are none."""
+    answer = send(server, files(CAT), stream="true", partial_images="2")
+    assert answer.status_code == 200 and answer.text.count("event:") == 1
+    assert "partial_images is 2; the model makes 0 of them" in answer.text
+
+
+def test_notes_of_a_prompt_count_its_picture(omni: Running) -> None:
+    """A long instruction has other room than a long prompt, which stands in a sentence about the size."""
+    conditioner = omni.decoder.pipeline.model.condition
+    source = (read_picture(CAT),)
+    for words in (5, 400, 3000):
+        request = Request("cat " * words, sources=source)
+        frame = conditioner.sourced.frame  # type: ignore[attr-defined]
+        blank = [[[0] * columns] * rows for rows, columns in conditioner.grids(request)]  # type: ignore[attr-defined]
+        kept = len(frame.ids(request.prompt, blank)) - len(frame.ids("", blank))
+        whole = len(frame.words(f"{request.prompt} ")) - len(frame.words(" "))
+        notes = conditioner.request_notes(request)
+        assert bool(notes) == (kept < whole), words
+        assert (
+            not notes
+            or f"those past {len(frame.words(request.prompt)) - (whole - kept)}" in notes[0]
+        )
+
+
+SPOILED = {
+    "the target": ("target", "probabilities were NaN in"),
+    "the pixel decoder": ("pixels", "its pixels are NaN or infinite"),
+}
+
+
+@pytest.mark.parametrize("case", SPOILED)
+def test_a_spoiled_image_is_an_error_with_its_reason(
+    case: str, omni: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over HTTP, streamed or not; the next one is drawn."""
+    part, why = SPOILED[case]
+    model = omni.decoder.pipeline.model
+    if part == "pixels":
+        assert model.vq is not None
+        real = model.vq.decode_codes
+        monkeypatch.setattr(model.vq, "decode_codes", lambda *given: real(*given) * torch.nan)
+    else:
+        real_read = engine.read_records
+        monkeypatch.setattr(batch, "read_records", lambda *given: spoil(real_read(*given), why))
+    answer = send(omni, files(CAT))
+    assert answer.status_code == 500 and f"the image is invalid: {why}" in answer.text
+    assert answer.json()["error"]["code"] == "image_invalid"
+    streamed = send(omni, files(CAT), stream="true")
+    assert "event: error" in streamed.text and why in streamed.text
+    monkeypatch.undo()
+    assert drawn(send(omni, files(CAT)))
+
+
+def spoil(records: list[Any], why: str) -> list[Any]:
+    return [replace(record, invalid=why) for record in records]
+
+
 def test_a_stream_of_chunks_may_be_long(server: Running) -> None:
     """As of a client that knows no length: more chunks than a short body may have, if they are not small."""
     request = httpx.Request("POST", server.url, data={"prompt": "cat"}, files=files(CAT))
@@ -512,9 +714,10 @@ def test_a_stream_of_chunks_may_be_long(server: Running) -> None:
         yield from (whole[i : i + size] for i in range(0, len(whole), size))
 
     headers = {"Content-Type": request.headers["content-type"]}
-    answer = httpx.post(server.url + PATH, content=chunks(3500), headers=headers)
-    assert len(whole) / 3500 > process.CHUNKS
-    assert answer.status_code == 400 and answer.json()["error"]["param"] == "image"
+    for size in (3500, 2048):
+        answer = httpx.post(server.url + PATH, content=chunks(size), headers=headers)
+        assert len(whole) / size > process.CHUNKS
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "image"
 
 
 def hostile(rng: random.Random) -> tuple[bytes, str]:

@@ -35,6 +35,7 @@ from httpx._config import DEFAULT_TIMEOUT_CONFIG
 from numpy.typing import NDArray
 from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
+from starlette._utils import get_route_path
 from starlette.datastructures import Headers
 
 from lantern_hpu import cli
@@ -53,7 +54,7 @@ from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.png import read_png
 from lantern_hpu.serve import answers, process
 from lantern_hpu.serve import app as middleware
-from lantern_hpu.serve.app import make_app
+from lantern_hpu.serve.app import make_app, own_path
 from lantern_hpu.serve.decoder import DecodeThread
 from lantern_hpu.serve.engines import specs_to_capture
 from lantern_hpu.serve.options import MAX_BODY, ServeOptions
@@ -393,6 +394,15 @@ def decoding(model: Path, slots: int = 2) -> Iterator[DecodeThread]:
     decoder.stop()
 
 
+def test_places_are_those_that_starlette_routes() -> None:
+    """What a proxy's path is cut from: a guard that sees another path than the router guards nothing."""
+    paths = ("/v1/images", "/v/v1/images", "/v", "/v/", "/", "/vv/v1/images", "//v1/images")
+    for path in paths:
+        for root in ("", "/v", "/v1", "/v/v1"):
+            scope = {"path": path, "root_path": root}
+            assert own_path(scope) == get_route_path(scope), scope
+
+
 def until(holds: Any) -> None:
     Running.until(None, holds)  # type: ignore[arg-type]
 
@@ -577,7 +587,6 @@ def test_every_refusal_names_the_field_that_was_sent(server: Running, method: st
         ({"prompt": "cat", "n": 2, "stream": True}, "1 while streaming"),
         ({"prompt": "cat", "size": "1024x1024"}, "auto or 8x8"),
         ({"prompt": "cat", "response_format": "url", "stream": True}, "b64_json"),
-        ({"prompt": "cat", "partial_images": 99, "stream": True}, "0 to 3"),
         ({"prompt": "cat", "method": "magic"}, "lantern++, ar, eagle2"),
         ({"prompt": "cat", "tree": "chain"}, "chain_2, which lantern++ serves"),
         ({"prompt": "cat", "commit": 4}, "unknown field 'commit'"),
@@ -704,7 +713,9 @@ def test_a_body_in_tiny_chunks_costs_no_more_than_one_of_a_proper_size(
     assert sum(isinstance(event, h11.Data) for event in events) == process.CHUNKS + 1
     with connection(server, *head[:-1], chunk * (process.CHUNKS + 1)) as made:
         answer = b"".join(iter(lambda: made.recv(4096), b""))
-    assert answer.startswith(b"HTTP/1.1 400") and b"more than 256 chunks" in answer
+    start, _, content = answer.partition(b"\r\n\r\n")
+    error = json.loads(content)["error"]  # in OpenAI's form, from below the application too
+    assert start.startswith(b"HTTP/1.1 400") and "more than 256 chunks" in error["message"]
     body = json.dumps({"prompt": "cat", "n": 0}).ljust(process.CHUNKS)
     for _ in range(2):  # they are counted for each body
         answers = httpx.post(

@@ -151,10 +151,11 @@ def test_sixteen_bits_of_grey_keep_their_brightness() -> None:
     assert read_picture(encoded(grey, "PNG")).picture.getpixel((1, 1)) == (128, 128, 128)
 
 
-CLEAR = {
+WIDE = struct.pack(">HHH", 65535, 1, 300)
+CLEAR: dict[str, tuple[int, int, bytes, bytes]] = {
     "16 bits of grey": (16, 0, struct.pack(">H", 300), struct.pack(">H", 300)),
     "8 bits of grey": (8, 0, b"\x07", struct.pack(">H", 7)),
-    "16 bits of colour": (16, 2, *[struct.pack(">HHH", 65535, 1, 300)] * 2),
+    "16 bits of colour": (16, 2, WIDE, WIDE),
     "8 bits of colour": (8, 2, b"\x01\x02\x03", struct.pack(">HHH", 1, 2, 3)),
 }
 
