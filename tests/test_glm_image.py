@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lantern_hpu.commands import generate, pixels
 from lantern_hpu.core import Request, Sampling
-from lantern_hpu.errors import OptionError
+from lantern_hpu.errors import InvalidImageError, OptionError, WeightsError
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.diffusion import DiffusionPixels, check_diffusers, prior_token_ids
 from lantern_hpu.models.files.load import OpenedModel, open_model
@@ -358,6 +358,42 @@ def test_classes_that_a_folder_names_are_not_loaded(
     assert whole.diffusion is not None
     again = DiffusionPixels(copy, torch.float32, torch.device("cpu"))
     assert not ran.exists() and type(again.pipe.vae) is type(whole.diffusion.pipe.vae)
+
+
+ODD_PARTS = {
+    "vae, a number for a list": ("vae/config.json", {"block_out_channels": 5}),
+    "vae, a text": ("vae/config.json", {"latent_channels": "many"}),
+    "transformer, nothing": ("transformer/config.json", {"num_layers": None}),
+    "transformer, a list": ("transformer/config.json", {"attention_head_dim": [1, 2]}),
+    "text encoder, a text": ("text_encoder/config.json", {"d_model": "wide"}),
+    "scheduler, a text": ("scheduler/scheduler_config.json", {"num_train_timesteps": "x"}),
+}
+
+
+@pytest.mark.parametrize("case", ODD_PARTS)
+def test_settings_of_diffusers_parts_have_any_type(case: str, folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("diffusers")
+    name, wrong = ODD_PARTS[case]
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    settings = json.loads((copy / name).read_text())
+    (copy / name).write_text(json.dumps(settings | wrong))
+    with pytest.raises(WeightsError, match=r"the diffusion model in .* cannot be read"):
+        DiffusionPixels(copy, torch.float32, torch.device("cpu"))
+
+
+def test_pixels_of_a_spoiled_diffusion_model_are_an_error(
+    whole: LanternPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert whole.diffusion is not None
+    config = whole.model.target.config
+    tokens = np.zeros((1, config.tokens), np.int64)
+    vae = whole.diffusion.pipe.vae
+    real = vae.decode
+    monkeypatch.setattr(vae, "decode", lambda *a, **b: (real(*a, **b)[0] * torch.nan,))
+    with pytest.raises(InvalidImageError, match="its pixels are NaN") as caught:
+        whole.diffusion(tokens, config, ["cat"], [0])
+    assert len(caught.value.images) == 1
 
 
 def test_codes_are_doubled_as_diffusers_does(folder: Path) -> None:

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import gc
+import json
+import math
+import shutil
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from PIL import Image
 
 from lantern_hpu.commands import generate
-from lantern_hpu.core import Request, Sampling
+from lantern_hpu.core import ImageRecord, Request, Sampling
+from lantern_hpu.decode import batch, engine
 from lantern_hpu.decode.engine import MAX_ENGINES, Engine
-from lantern_hpu.errors import OptionError
+from lantern_hpu.decode.pixels import to_images
+from lantern_hpu.errors import InvalidImageError, OptionError, WeightsError
+from lantern_hpu.loading import write_folder as write_converted
 from lantern_hpu.methods.relaxation import EXACT, PRESETS, Additive, Relaxation, read_relaxation
 from lantern_hpu.methods.setting import Resolved
 from lantern_hpu.pipeline import LanternPipeline
@@ -117,3 +125,83 @@ def test_a_relaxation_is_read_as_it_was_written(relaxation: Relaxation) -> None:
 def test_a_stored_relaxation_out_of_range_is_refused() -> None:
     with pytest.raises(OptionError, match="relax delta"):
         read_relaxation(replace(Additive(5, bound=0.5)).as_json() | {"bound": 2.0})
+
+
+@pytest.fixture(params=["target", "pixels"])
+def spoiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Seed 1 meets numbers that are none, in the target or in the pixel decoder. -> what is said of it"""
+    if request.param == "target":
+        real = engine.read_records
+
+        def read_records(*given: Any) -> list[ImageRecord]:
+            records = real(*given)
+            for record in records:
+                record.invalid = "probabilities were NaN" if record.seed == 1 else ""
+            return records
+
+        monkeypatch.setattr(batch, "read_records", read_records)
+        return "probabilities were NaN"
+    real_picture = LanternPipeline.picture
+
+    def picture(self: LanternPipeline, record: ImageRecord) -> Any:
+        found = real_picture(self, record)
+        if record.seed == 1:
+            raise InvalidImageError.of_pixels([found])
+        return found
+
+    monkeypatch.setattr(LanternPipeline, "picture", picture)
+    return "its pixels are NaN or infinite"
+
+
+def test_a_spoiled_image_is_an_error_that_keeps_the_others(model: Path, spoiled: str) -> None:
+    pipeline = LanternPipeline.from_pretrained(str(model), device="cpu")
+    kept: list[int] = []
+    requests = [Request("cat", seed) for seed in range(3)]
+    setting = pipeline.resolve("ar")
+    with pytest.raises(InvalidImageError, match=f"1 of 3 images .* seed 1: {spoiled}") as caught:
+        pipeline.draw(requests, setting, keep=lambda number, _: kept.append(number))
+    assert kept == [0, 2]
+    result = caught.value.result
+    assert [record.seed for record in result.records] == [0, 2] and len(result.images) == 2
+    with pytest.raises(InvalidImageError):
+        pipeline("cat", num_images_per_prompt=3, method="ar")
+    every = pipeline("cat", num_images_per_prompt=3, method="ar", keep_invalid=True)
+    assert len(every.images) == 3 and f"seed 1 is invalid: {spoiled}" in every.warnings
+    assert ["invalid" in every.metadata(number) for number in range(3)] == [False, True, False]
+    assert [image.get("invalid", "") for image in every.report()["images"]] == ["", spoiled, ""]
+
+
+def test_a_command_ends_with_1_and_writes_the_other_images(
+    model: Path, spoiled: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--model", str(model), "--prompt", "cat", "--num-images", "3", "--method", "ar"]
+    given += ["--output", str(tmp_path / "out"), "--report", str(tmp_path / "report.json")]
+    assert generate.main(given) == 1
+    assert f"seed 1: {spoiled}" in capsys.readouterr().err
+    assert [file.name[:3] for file in sorted((tmp_path / "out").iterdir())] == ["000", "002"]
+    assert len(json.loads((tmp_path / "report.json").read_text())["images"]) == 2
+    assert generate.main([*given, "--force", "--keep-invalid"]) == 0
+    assert len([*(tmp_path / "out").iterdir()]) == 3
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_pixels_that_are_no_numbers_are_seen(value: float) -> None:
+    """Infinite ones would be clamped to white or black."""
+    pixels = torch.zeros(2, 3, 4, 5)
+    images, valid = to_images(pixels)
+    assert valid and images[0].size == (5, 4)
+    pixels[1, 2, 3, 4] = value
+    assert not to_images(pixels)[1]
+
+
+def test_weights_that_hold_nan_are_named_when_they_are_converted(
+    public: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "janus"
+    shutil.copytree(public / "janus-pro", folder)
+    weights = torch.load(folder / "pytorch_model.bin", weights_only=True)
+    weights["language_model.model.layers.0.self_attn.q_proj.weight"].view(-1)[0] = math.nan
+    torch.save(weights, folder / "pytorch_model.bin")
+    with pytest.raises(WeightsError, match=r"NaN or infinite numbers are in target\.layers\.0\."):
+        write_converted(str(folder), tmp_path / "out", "auto")
+    assert not (tmp_path / "out").exists()

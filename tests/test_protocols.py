@@ -11,6 +11,7 @@ import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,8 @@ from PIL import Image
 from lantern_hpu.errors import OptionError, WeightsError
 from lantern_lab.commands.evaluate import main
 from lantern_lab.evaluate import networks
+from lantern_lab.evaluate.evaluation import Evaluation
+from lantern_lab.evaluate.folder import pictures_in
 from lantern_lab.evaluate.metrics import Gaussian, frechet, inside
 from lantern_lab.evaluate.protocols import PRESETS, Library, PictureSource
 from lantern_lab.evaluate.scorer_published import Reference, read_statistics
@@ -205,6 +208,33 @@ def test_statistics_cannot_stand_in_for_pictures(tmp_path: Path) -> None:
     drawn(tmp_path / "few", ["a", "b"])
     with pytest.raises(OptionError, match="holds 2 pictures"):
         Reference.of(tmp_path / "few", library)
+
+
+LEFT_BEHIND = (
+    *(".ipynb_checkpoints/0-checkpoint.jpg", "@eaDir/1.jpg/SYNOPHOTO_THUMB_M.jpg", "a.png/x.txt"),
+    *(".Trash-1000/files/x.png", "__MACOSX/n0/._1.jpg", "n0/._1.jpg", "n0/Thumbs.db"),
+)
+
+
+def test_what_programs_leave_in_folders_of_pictures_is_not_counted(tmp_path: Path) -> None:
+    mine = ["n0/1.JPEG", "n0/2.webp", "n1/3.bmp", "n1/4.tif", "n1/5.png"]
+    for name in (*mine, *LEFT_BEHIND):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"")
+    found = [str(file.relative_to(tmp_path)) for file in pictures_in(tmp_path)]
+    assert found == mine
+
+
+def test_two_runs_in_a_folder_are_refused(tmp_path: Path) -> None:
+    items = [SimpleNamespace(id=name) for name in ("0", "1")]
+    asked: Any = SimpleNamespace(scorer=SimpleNamespace(items=items))
+    for run in ("a", "b"):
+        for name in ("0", "1", "grid"):
+            (tmp_path / run).mkdir(exist_ok=True)
+            (tmp_path / run / f"{name}.png").write_bytes(b"")
+    with pytest.raises(OptionError, match="holds 0 more than once"):
+        Evaluation.outside(asked, tmp_path)
+    assert len(Evaluation.outside(asked, tmp_path / "a")) == 2
 
 
 # ------------------------------------------------------------------------------------ metrics

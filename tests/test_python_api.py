@@ -395,3 +395,11 @@ def test_a_log_gets_a_line_at_a_time(capsys: pytest.CaptureFixture[str]) -> None
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 5 and lines[0] == "drawing: 0 of 100 rows, 2.00 tokens a step"
     assert lines[-1].startswith("drawing: 100 of 100")
+
+
+@pytest.mark.parametrize("value", [5, 1.5, ["cat", 5], b"cat"], ids=str)
+def test_a_negative_prompt_of_another_type_is_refused_by_its_name(
+    pipeline: LanternPipeline, value: Any
+) -> None:
+    with pytest.raises(OptionError, match=r"negative_prompt is .* a string, or a list"):
+        pipeline(["cat", "dog"], negative_prompt=value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any, cast
 
@@ -165,6 +166,40 @@ def test_a_folder_whose_matrices_are_others_is_refused(
     (folder / "model.json").write_text(json.dumps(about))
     with pytest.raises(WeightsError, match=r"head\.(scale|weight holds)"):
         loaded(folder)
+
+
+OUTSIDE = {
+    "-128": ("weight", lambda tensor: tensor.fill_(-128)),
+    "a scale of NaN": ("scale", lambda tensor: tensor.fill_(math.nan)),
+    "an infinite scale": ("scale", lambda tensor: tensor.fill_(math.inf)),
+    "a negative scale": ("scale", lambda tensor: tensor.fill_(-1.0)),
+}
+
+
+@pytest.mark.parametrize("case", OUTSIDE)
+def test_numbers_that_rounding_does_not_give_are_refused(
+    case: str, model: Path, tmp_path: Path
+) -> None:
+    """Kernels differ in what they make of them."""
+    leaf, spoil = OUTSIDE[case]
+    folder = changed(model, tmp_path / "small", {"format": "int8", "version": 1})
+    file = folder / "target.safetensors"
+    stored = load_file(file)
+    spoil(stored[f"target.head.{leaf}"][:1])
+    save_file(stored, file)
+    about = json.loads((folder / "model.json").read_text())
+    about["files"][file.name] = sha256(file)
+    (folder / "model.json").write_text(json.dumps(about))
+    with pytest.raises(WeightsError, match=rf"target\.head\.{leaf} holds numbers"):
+        loaded(folder)
+
+
+def test_a_format_that_a_small_folder_cannot_have_is_refused(model: Path, tmp_path: Path) -> None:
+    """Its matrices would stay as they are."""
+    write_converted(str(model), tmp_path / "small", "auto", quantize="int8")
+    command = ["convert", str(tmp_path / "small"), str(tmp_path / "again"), "--dtype", "bfloat16"]
+    assert cli.main(command) == 2 and not (tmp_path / "again").exists()
+    assert cli.main([*command[:-1], "auto"]) == 0
 
 
 def test_another_format_is_refused(model: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from lantern_hpu.core import Request
 from lantern_hpu.errors import WeightsError
+from lantern_hpu.files import MOST_TEXT
 from lantern_hpu.models.families.eagle import open_drafter
 from lantern_hpu.models.files.checkpoint import open_checkpoint
 from lantern_hpu.models.files.load import open_model
@@ -32,6 +34,51 @@ State = dict[str, Tensor]
 CLASS, TEXT, HUB = "llamagen-c2i", "llamagen-t2i-256", "llamagen-t2i-512"
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 PAGE = b"\n<!DOCTYPE html>\n<html><head><title>Sign in</title></head></html>\n"
+
+
+def link_to_nothing(file: Path) -> None:
+    file.unlink()
+    file.symlink_to("../../blobs/1f2e3d")
+
+
+HALF_THERE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a link to nothing": (
+        link_to_nothing,
+        "pytorch_model.bin cannot be read: it is a link to ../../blobs/1f2e3d",
+    ),
+    **{
+        ending: (
+            lambda file, ending=ending: file.rename(f"{file}{ending}"),  # type: ignore[misc]
+            f"pytorch_model.bin{ending} is not a whole file: its download broke off",
+        )
+        for ending in (".incomplete", ".part", ".crdownload")
+    },
+}
+
+
+@pytest.mark.parametrize("case", HALF_THERE)
+def test_weights_that_are_half_there_are_named(case: str, public: Path, tmp_path: Path) -> None:
+    change, what = HALF_THERE[case]
+    shutil.copytree(public / "janus-pro", tmp_path / "janus")
+    change(tmp_path / "janus" / "pytorch_model.bin")
+    with pytest.raises(WeightsError, match=re.escape(what)):
+        find_parts(str(tmp_path / "janus"))
+
+
+def test_weights_without_their_description_ask_for_it(public: Path, tmp_path: Path) -> None:
+    """As DeepSpeed's states of a training run."""
+    weights = torch.load(public / "janus-pro" / "pytorch_model.bin", weights_only=True)
+    file = tmp_path / "mp_rank_00_model_states.pt"
+    torch.save({"module": weights, "dp_world_size": 8}, file)
+    with pytest.raises(WeightsError, match=r"config\.json next to it; of DeepSpeed's states"):
+        open_model(find_parts(str(file)))
+
+
+def test_a_description_of_gigabytes_is_not_read(tmp_path: Path) -> None:
+    with open(tmp_path / "model.json", "wb") as file:
+        file.truncate(MOST_TEXT + 1)
+    with pytest.raises(WeightsError, match=r"more than 1\.00 GB"):
+        read_config(tmp_path)
 
 
 def loaded(folder: Path, **parts: Any) -> ImageModel:
