@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -111,21 +112,7 @@ class ImageGenerator:
 
     def situation(self, method: str, size: int) -> dict[str, Any]:
         """What decides which tree is best here: a tuned tree is found again by it."""
-        about = self.backend.describe()
-        files = self.model.files.items()
-        drafter = [digest for name, digest in files if name.startswith("drafter")]
-        return {
-            "target": self.model.fingerprint,
-            "drafter": drafter[0] if drafter else None,
-            "device": self.backend.name,
-            "hardware": about.get("card") or about.get("processor"),
-            "dtype": dtype_name(self.model.target.dtype),
-            "quantize": self.model.quantize,
-            "layout": self.fit.layout,
-            "graphs": self.fit.graphs,
-            "method": method,
-            "batch_size": size,
-        }
+        return tuning_situation(self, method, size)
 
     def spec(
         self, requests: Sequence[Request], tree: Tree, size: int, drafter: Drafter | None = None
@@ -176,8 +163,7 @@ class ImageGenerator:
     ) -> list[Image.Image]:
         """Images of finished tokens [b, N], of the model's own size if `config` does not say another.
 
-        Raises:
-            InvalidImageError: to `check`, a pixel is NaN or infinite.
+        With `check` raises an InvalidImageError for pixels that are NaN or infinite.
         """
         config = config or self.model.target.config
         return decode_codes(self.model.vq, config, self.backend, codes_of(config, tokens), check)
@@ -219,22 +205,19 @@ class ImageGenerator:
             setting: its tree is drafted; each request has its own relaxation, and the method is a name in reports.
             keep: called with each image and its number as soon as it is there.
             decode: False leaves the pixels out.
-            keep_invalid: return images that were computed with NaN or infinite numbers as well, with a note.
-
-        Raises:
-            InvalidImageError: there are such images, once all are drawn; its `result` has the others.
+            keep_invalid: return images that hold NaN or infinite numbers as well, with a note; otherwise they are an
+                InvalidImageError, once all are drawn, whose `result` has the others.
         """
         if not requests:
-            raise OptionError(
-                "nothing to draw", "no prompt was given", Arg("prompt", "a red apple")
-            )
+            hint = Arg("prompt", "a red apple")
+            raise OptionError("nothing to draw", "no prompt was given", hint)
         with self.lock:
             size = batch_size_for(len(requests), batch_size)
             spec = replace(self.spec(requests, setting.tree, size), open=len(requests) > size)
             engine, config = self.engines.get(spec), self.describe(setting)
             stats = RunStats(load_s=self.load_seconds)
             self.prepare(engine, requests, stats)
-            before, counted = engine.report(), self.backend.transfers.counters()
+            graph_since = graph_counter(engine)
             environment = self.environment(setting)
             drawn, records = dict[int, Drawn](), list[ImageRecord]()
             for index, record in self.stream(engine, requests, stats, callback):
@@ -246,19 +229,12 @@ class ImageGenerator:
                 drawn[index] = one
                 if keep is not None:
                     keep(index, one)
-            now = self.backend.transfers.counters()
             notes = [note for _, note in self.notes(requests)]
             notes += [f"seed {r.seed} is invalid: {r.invalid}" for r in records if r.invalid]
             result = GenerationResult(
                 drawn=[drawn[index] for index in sorted(drawn)],  # all, unless it was interrupted
                 timing=stats,
-                graph=engine.report().since(before)
-                | {
-                    "batch_size": engine.spec.images,
-                    # What the device itself counted while drawing, where it does
-                    "device": {name: now[name] - counted[name] for name in now},
-                    "kernels": self.model.target.kernels.names(),
-                },
+                graph=graph_since(),
                 config=config,
                 environment=self.environment(setting),
                 notes=notes,
@@ -266,11 +242,8 @@ class ImageGenerator:
                 preview_tokens=engine.target.config.preview_tokens,
                 code_grid=engine.target.config.grid,
             )
-            try:
+            with naming_result(result):
                 check_valid([] if keep_invalid else records)
-            except InvalidImageError as error:
-                error.result = result
-                raise
             return result
 
     def drawn(
@@ -338,10 +311,8 @@ class ImageGenerator:
         """
         stats = stats or RunStats()
         waiting, numbers = deque(enumerate(requests)), dict[int, int]()  # image of a slot
-        done, show = (
-            list[ImageRecord](),
-            partial(preview, self.model, engine.target.config, self.backend),
-        )
+        show = partial(preview, self.model, engine.target.config, self.backend)
+        done: list[ImageRecord] = []
         with engine.pinned():
             batch = self.batch(engine, stats)
             while (waiting or batch.running) and (most is None or batch.steps < most):
@@ -381,6 +352,51 @@ class ImageGenerator:
     def environment(self, setting: Resolved | None = None) -> dict[str, Any]:
         """What images depend on besides their settings: see `describe_environment`."""
         return describe_environment(self.fit, setting)
+
+
+def tuning_situation(generator: ImageGenerator, method: str, size: int) -> dict[str, Any]:
+    """Model, device and settings of a method that draws `size` images together."""
+    about = generator.backend.describe()
+    files = generator.model.files.items()
+    drafter = [digest for name, digest in files if name.startswith("drafter")]
+    return {
+        "target": generator.model.fingerprint,
+        "drafter": drafter[0] if drafter else None,
+        "device": generator.backend.name,
+        "hardware": about.get("card") or about.get("processor"),
+        "dtype": dtype_name(generator.model.target.dtype),
+        "quantize": generator.model.quantize,
+        "layout": generator.fit.layout,
+        "graphs": generator.fit.graphs,
+        "method": method,
+        "batch_size": size,
+    }
+
+
+def graph_counter(engine: Engine) -> Callable[[], dict[str, Any]]:
+    """Begins to count what an engine records and replays. -> what tells the counts so far"""
+    before, counted = engine.report(), engine.backend.transfers.counters()
+
+    def since() -> dict[str, Any]:
+        now = engine.backend.transfers.counters()
+        return engine.report().since(before) | {
+            "batch_size": engine.spec.images,
+            # What the device itself counted while drawing, where it does
+            "device": {name: now[name] - counted[name] for name in now},
+            "kernels": engine.target.kernels.names(),
+        }
+
+    return since
+
+
+@contextmanager
+def naming_result(result: GenerationResult) -> Iterator[None]:
+    """An InvalidImageError within has the images that are valid."""
+    try:
+        yield
+    except InvalidImageError as error:
+        error.result = result
+        raise
 
 
 def describe_environment(fit: DevicePlan, setting: Resolved | None) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -263,7 +264,7 @@ class LanternPipeline(ImageGenerator):
 
         Raises:
             LanternError: an option is out of range.
-            InvalidImageError: images were computed with NaN or infinite numbers; its `result` has the others.
+            InvalidImageError: images hold NaN or infinite numbers; `result` has the others.
         """
         asked = given_params(params, "python")
         each = asked.get("num_images", 1)
@@ -301,14 +302,8 @@ class LanternPipeline(ImageGenerator):
 
             outer, self._interrupt = self._interrupt, False  # of a call whose callback calls
             try:
-                result = self.draw(
-                    requests,
-                    setting,
-                    asked.get("batch_size"),
-                    show,
-                    decode=output_type != "tokens",
-                    keep_invalid=keep_invalid,
-                )
+                draw = partial(self.draw, decode=output_type != "tokens", keep_invalid=keep_invalid)
+                result = draw(requests, setting, asked.get("batch_size"), show)
             finally:
                 self._interrupt = outer
         result.output_type = output_type

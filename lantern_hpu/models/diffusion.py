@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from safetensors import SafetensorError
 from torch import Tensor
 
 from lantern_hpu.errors import (
@@ -24,7 +23,6 @@ from lantern_hpu.errors import (
     words,
 )
 from lantern_hpu.models.config import TransformerConfig
-from lantern_hpu.models.files.checkpoint import MISSIZED
 
 FIRST, LAST = (0, 41), (0, 42)  # releases of diffusers whose pipeline takes ready codes as here
 # A folder's model_index.json may name others, of modules in the folder or in the working folder, and is not read
@@ -84,7 +82,9 @@ class DiffusionPixels:
                     made = getattr(import_module(module), kind)
                     parts[name] = made.from_pretrained(folder / name, **how)
                 self.pipe: Any = pipeline(**parts)
-        except (OSError, SafetensorError, *MISSIZED) as error:  # settings may have any type
+        except MemoryError:
+            raise
+        except Exception as error:  # libraries raise anything for settings of another type
             what, why = f"the diffusion model in {folder} cannot be read", str(error) or repr(error)
             raise WeightsError(what, why.splitlines()[0], "download it again") from error
         self.pipe.to(device)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple, TypeVar
 
 from lantern_hpu.errors import needing
+from lantern_hpu.serve.decoder import not_taking
 from lantern_hpu.serve.options import MAX_BODY
 from lantern_hpu.serve.protocol import ApiError
 
@@ -31,7 +32,7 @@ async def before_stop(work: Coroutine[Any, Any, T], state: State) -> T:
     try:
         while not (await asyncio.wait([task], timeout=LISTEN))[0]:
             if state.decoder.draining:
-                raise state.decoder.not_taking
+                raise not_taking(state.decoder)
         return task.result()
     finally:
         task.cancel()

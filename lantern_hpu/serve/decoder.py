@@ -42,6 +42,12 @@ from lantern_hpu.serve.tasks import ImageTasks
 IDLE = 0.5  # seconds between two heartbeats where nothing is to be drawn
 
 
+def not_taking(decoder: DecodeThread) -> ApiError:
+    """Why a decode thread takes no jobs."""
+    what = "about to stop" if decoder.draining else "not ready yet"
+    return ApiError(503, f"the server is {what}", headers={"Retry-After": "5"})
+
+
 class DecodeThread:
     """Takes jobs from any thread; steps happen in its own.
 
@@ -105,7 +111,7 @@ class DecodeThread:
         """Queue the images of a request, all or none."""
         with self.queue.changed:
             if self.draining or not self.ready:
-                raise self.not_taking
+                raise not_taking(self)
             queued, most = self.queue.queued, self.options.queue
             places = queued + len(jobs) - most
             if places > 0:
@@ -114,12 +120,6 @@ class DecodeThread:
                 raise ApiError(429, what, None, "queue_full", headers)
             self.tasks.text.put(partial(self.tasks.read, jobs))  # begins once the lock is free
             self.queue.add(jobs)
-
-    @property
-    def not_taking(self) -> ApiError:
-        """Why no jobs are taken."""
-        what = "about to stop" if self.draining else "not ready yet"
-        return ApiError(503, f"the server is {what}", headers={"Retry-After": "5"})
 
     def cancel(self, jobs: Iterable[Job]) -> None:
         """Give jobs up: their slots are free at the next host read, their text and pixels are not made."""
