@@ -91,12 +91,11 @@ class ImageGenerator:
         """
         asked = Setting.of(setting) if isinstance(setting, str) else setting
         device, known = self.backend.name, self.model.fastest
-        config = self.model.target.config
         return resolve(
             asked,
             ResolveContext(
                 codes=self.model.codes,
-                tokens=config.tokens,
+                tokens=self.model.target.config.tokens,
                 has_drafter=self.model.drafter is not None,
                 fastest=known.get(f"{device}:{size}") or known.get(device),
                 situation=self.situation(asked.drafting, size),
@@ -161,10 +160,7 @@ class ImageGenerator:
         config: TransformerConfig | None = None,
         check: bool = True,
     ) -> list[Image.Image]:
-        """Images of finished tokens [b, N], of the model's own size if `config` does not say another.
-
-        With `check` raises an InvalidImageError for pixels that are NaN or infinite.
-        """
+        """Images of finished tokens [b, N], of the model's own size if `config` does not say another; see `decode_codes`."""
         config = config or self.model.target.config
         return decode_codes(self.model.vq, config, self.backend, codes_of(config, tokens), check)
 
@@ -350,7 +346,7 @@ class ImageGenerator:
         }
 
     def environment(self, setting: Resolved | None = None) -> dict[str, Any]:
-        """What images depend on besides their settings: see `describe_environment`."""
+        """What images depend on besides their settings."""
         return describe_environment(self.fit, setting)
 
 
