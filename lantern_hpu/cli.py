@@ -43,6 +43,9 @@ COMMANDS = {
 }
 # Commands of the other packages, which the product does not import
 OUTSIDE = {
+    "bench": "lantern_lab.commands.bench",
+    "tune": "lantern_lab.commands.tune",
+    "train": "lantern_lab.commands.train",
     "compare": "lantern_lab.commands.compare",
     "fidelity": "lantern_lab.commands.fidelity",
     "race": "lantern_lab.commands.race",

@@ -160,7 +160,7 @@ class ImageGenerator:
         config: TransformerConfig | None = None,
         check: bool = True,
     ) -> list[Image.Image]:
-        """Images of finished tokens [b, N], of the model's own size if `config` does not say another; see `decode_codes`."""
+        """Images of finished tokens [b, N], of the model's own size without a `config`; see `decode_codes`."""
         config = config or self.model.target.config
         return decode_codes(self.model.vq, config, self.backend, codes_of(config, tokens), check)
 

@@ -16,11 +16,11 @@ from pathlib import Path
 from string import ascii_uppercase
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lantern_hpu.bench.columns import EAGER, SpeedRow
 from lantern_hpu.errors import OptionError
 from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.results.tables import Table, figure
 from lantern_lab import plots
+from lantern_lab.bench.columns import EAGER, SpeedRow
 from lantern_lab.reports import Report, read_report
 
 if TYPE_CHECKING:

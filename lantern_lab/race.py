@@ -25,8 +25,8 @@ from lantern_hpu.results.images import GenerationResult
 from lantern_hpu.results.png import encode
 from lantern_hpu.results.progress import ProgressBar
 from lantern_hpu.results.tables import Table, figure, ratio
-from lantern_hpu.tune.result import doubtful_step
 from lantern_lab.evaluate.drawing import seconds_of
+from lantern_lab.tune.result import doubtful_step
 
 WARM_STEPS = 16  # before a setting is timed
 FRAMES = 100  # of an animation, about

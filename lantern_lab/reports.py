@@ -9,10 +9,10 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from lantern_hpu.bench.columns import SpeedRow
-from lantern_hpu.bench.report import KIND, VERSION
 from lantern_hpu.errors import Arg, OptionError, needing, shell, words
 from lantern_hpu.files import reading
+from lantern_lab.bench.columns import SpeedRow
+from lantern_lab.bench.report import KIND, VERSION
 
 SHOWN = 3  # problems that an error lists
 LONGEST = 120  # characters of one

@@ -188,7 +188,7 @@ def test_imports_point_downwards() -> None:
 
 # Of the wheel's dependencies and of extras, what may be imported at the head of which files
 HEADS = {"torch": "", "numpy": "", "PIL": "", "safetensors": "", "tqdm": ""}
-HEADS |= {"triton": "backends/cuda/kernels/", "accelerate": "lantern_hpu/train/drafter_training.py"}
+HEADS |= {"triton": "backends/cuda/kernels/", "accelerate": "lantern_lab/train/drafter_training.py"}
 
 
 def test_a_plain_install_imports_every_module_but_those_of_extras() -> None:

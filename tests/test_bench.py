@@ -17,26 +17,7 @@ from jsonschema import Draft202012Validator
 
 from lantern_hpu.backends import get_backend
 from lantern_hpu.backends.base import Backend
-from lantern_hpu.bench import cases, measure, run_bench
-from lantern_hpu.bench.cases import (
-    LARGE,
-    BenchRequest,
-    Case,
-    cases_of,
-    measurable_modes,
-)
-from lantern_hpu.bench.columns import PARTS, SpeedRow, tables, with_speeds
-from lantern_hpu.bench.measure import (
-    Floor,
-    Pass,
-    Rates,
-    RunMeter,
-    StepPasses,
-    floor,
-    sizes,
-)
-from lantern_hpu.bench.report import KIND, VERSION
-from lantern_hpu.commands import bench, options
+from lantern_hpu.commands import options
 from lantern_hpu.core import Request, RunStats
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.errors import DeviceError, OptionError
@@ -45,8 +26,21 @@ from lantern_hpu.methods.relaxation import PRESETS
 from lantern_hpu.methods.setting import METHODS, Setting, with_short_forms
 from lantern_hpu.models.config import ConditionConfig, DrafterConfig, ModelConfig, TransformerConfig
 from lantern_hpu.pipeline import LanternPipeline
+from lantern_hpu.plan.floors import Floor, Pass, Rates, StepPasses, floor, sizes
 from lantern_hpu.results.progress import ProgressBar
 from lantern_hpu.tree import DraftTree, DynamicTree, load_static, load_tree
+from lantern_lab.bench import cases, measure, run_bench
+from lantern_lab.bench.cases import (
+    LARGE,
+    BenchRequest,
+    Case,
+    cases_of,
+    measurable_modes,
+)
+from lantern_lab.bench.columns import PARTS, SpeedRow, tables, with_speeds
+from lantern_lab.bench.measure import RunMeter
+from lantern_lab.bench.report import KIND, VERSION
+from lantern_lab.commands import bench
 from lantern_lab.reports import check_report, read_report, schema, schema_errors
 from scripts.measure import floors
 

@@ -44,8 +44,8 @@ from lantern_hpu.models.transformer import rope_table
 from lantern_hpu.models.vq import VQModel
 from lantern_hpu.ops.buffers import additive_mask, prefix_mask
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.train.unroll import Lesson
 from lantern_hpu.zoo.find import find_parts
+from lantern_lab.train.unroll import Lesson
 from tests import numpy_twins as twins
 from tests.marks import mostly_slow
 

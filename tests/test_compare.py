@@ -15,9 +15,9 @@ import matplotlib.style
 import pytest
 from matplotlib.figure import Figure
 
-from lantern_hpu.bench.columns import SpeedRow, relaxed_name, with_speeds
 from lantern_hpu.errors import OptionError
 from lantern_hpu.methods.relaxation import EXACT, PRESETS, Multiplicative, parse
+from lantern_lab.bench.columns import SpeedRow, relaxed_name, with_speeds
 from lantern_lab.commands import compare
 from lantern_lab.compare import (
     Run,
@@ -229,12 +229,12 @@ def test_incomparable_runs_are_refused(
 WHOLE = json.dumps(report_of())
 BAD: dict[str, tuple[str | None, list[str], str]] = {  # file's content, options, what is said
     "newer": (json.dumps(report_of() | {"version": 3}), [], "newer"),
-    "older": (json.dumps({"kind": "lantern_hpu.bench", "rows": []}), [], "version 1"),
+    "older": (json.dumps({"kind": "lantern_lab.bench", "rows": []}), [], "version 1"),
     "empty": ("", [], "cannot read"),
     "truncated": (WHOLE[:5000], [], "cannot read"),
     "no JSON": ("# figures", [], "cannot read"),
     "NaN": (WHOLE.replace(": 1.0", ": NaN", 1), [], "not JSON compliant"),
-    "another kind": ('{"kind": "lantern_hpu.fidelity"}', [], "not a report of lantern_hpu.bench"),
+    "another kind": ('{"kind": "lantern_hpu.fidelity"}', [], "not a report of lantern_lab.bench"),
     "a list": ("[]", [], "not an object"),
     "missing": (None, [], "cannot read"),
     "twice": (WHOLE, ["x.json"], "is given twice"),

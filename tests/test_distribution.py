@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.verify.ask import Asked
-from lantern_hpu.verify.distribution import binned_tv, chance_of, measure, placed
-from lantern_hpu.verify.items import Stage
+from lantern_lab.verify.ask import Asked
+from lantern_lab.verify.distribution import binned_tv, chance_of, measure, placed
+from lantern_lab.verify.items import Stage
 from scripts.measure import law
 
 SEEDS = 128
@@ -58,7 +58,7 @@ def test_a_device_that_draws_too_sharply_is_refuted(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = Asked(Stage("distribution", "auto", "cpu"), "cpu", str(model))
-    monkeypatch.setattr("lantern_hpu.verify.ask.SEEDS", SEEDS)
+    monkeypatch.setattr("lantern_lab.verify.ask.SEEDS", SEEDS)
     with asked.stack:
         assert asked.answer("ar")[0] == "confirmed"
         own = asked.pipeline.model  # on its device alone

@@ -26,7 +26,6 @@ from lantern_hpu.methods.relaxation import (
 from lantern_hpu.methods.setting import METHODS, Resolved
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.progress import ProgressBar
-from lantern_hpu.train.unroll import Lesson
 from lantern_hpu.tree import DraftTree
 from lantern_lab.commands.fidelity import main
 from lantern_lab.evaluate.options import FidelityOptions
@@ -41,6 +40,7 @@ from lantern_lab.fidelity import (
     tv_at,
     weights_cost,
 )
+from lantern_lab.train.unroll import Lesson
 from tests.folder import write_folder
 from tests.tiny import circle, ring
 

@@ -21,13 +21,13 @@ from lantern_hpu.backends.cuda.backend import CUDABackend, CUDAPlan
 from lantern_hpu.backends.cuda.forms import CUBLAS, AskedProduct, Forms, products_of
 from lantern_hpu.backends.cuda.kernels.programs import FORMS
 from lantern_hpu.backends.examine import ask
-from lantern_hpu.bench.run_bench import limits
 from lantern_hpu.commands.doctor import describe_device
 from lantern_hpu.files import own_cache
 from lantern_hpu.methods.relaxation import Multiplicative
 from lantern_hpu.models.transformer import Target
 from lantern_hpu.ops.kernels import PLAIN, product
 from lantern_hpu.ops.quantized import quantized_layer, replace_layers
+from lantern_lab.bench.run_bench import limits
 from tests.tiny import SMALL_TREE, draw, make_engine, request, spec_for, tiny_config, tiny_models
 
 MACHINE = {"card": "H", "driver": "580.1", "torch": "2.11", "triton": "3.6"}

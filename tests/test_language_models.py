@@ -40,10 +40,10 @@ from lantern_hpu.models.text.tokens import TokenConditioner
 from lantern_hpu.models.transformer import Target, rope_table
 from lantern_hpu.ops.buffers import additive_mask, prefix_mask
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.train.drafter_training import like_the_target
-from lantern_hpu.train.unroll import Lesson, Unrolled
-from lantern_hpu.verify.distribution import measure
 from lantern_hpu.zoo.find import find_parts
+from lantern_lab.train.drafter_training import like_the_target
+from lantern_lab.train.unroll import Lesson, Unrolled
+from lantern_lab.verify.distribution import measure
 from scripts.checkpoints.files import write_shards
 from scripts.serving import serving
 from tests.marks import mostly_slow

@@ -33,10 +33,10 @@ from lantern_hpu.ops.quantized import (
     quantized_layer,
     replace_layers,
 )
-from lantern_hpu.train.drafter_training import begin
 from lantern_hpu.tree import DraftTree
 from lantern_hpu.zoo.find import find_parts
 from lantern_lab.stretch import stretch_model
+from lantern_lab.train.drafter_training import begin
 from tests.marks import mostly_slow
 from tests.tiny import tiny_models
 

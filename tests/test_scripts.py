@@ -199,8 +199,8 @@ def test_a_card_is_measured_by_one_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each command is one that the program takes, and makes its file; what is there is not made again."""
-    from lantern_hpu.commands.bench import bench_request, make_parser
     from lantern_lab.commands import stretch
+    from lantern_lab.commands.bench import bench_request, make_parser
     from scripts.measure import card
 
     ran: list[list[str]] = []

@@ -21,16 +21,16 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lantern_hpu import LanternError, LanternPipeline
-from lantern_hpu.commands.train import main
 from lantern_hpu.core import Request, Sampling
 from lantern_hpu.errors import OptionError, WeightsError
 from lantern_hpu.methods.setting import Resolved
 from lantern_hpu.models.transformer import Drafter
-from lantern_hpu.train import wiring
-from lantern_hpu.train.acceptance_counts import profile
-from lantern_hpu.train.drafter_training import DrafterTraining, begin, chain
-from lantern_hpu.train.unroll import Lesson, Unrolled, draw_samples, split
 from lantern_hpu.tree import DraftTree
+from lantern_lab.commands.train import main
+from lantern_lab.train import wiring
+from lantern_lab.train.acceptance_counts import profile
+from lantern_lab.train.drafter_training import DrafterTraining, begin, chain
+from lantern_lab.train.unroll import Lesson, Unrolled, draw_samples, split
 from tests.folder import write_folder
 
 ROOT = Path(__file__).parent.parent
@@ -45,7 +45,7 @@ STEPS = ("--steps", "30")
 def _checkpoints() -> Iterator[None]:
     """Every ten steps, so that short runs have some."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lantern_hpu.train.drafter_training.SAVE_EVERY", 10)
+        patch.setattr("lantern_lab.train.drafter_training.SAVE_EVERY", 10)
         yield
 
 

@@ -31,9 +31,9 @@ from lantern_hpu.decode.engine import Engine, GraphReport
 from lantern_hpu.graphs.strict import StrictRunner
 from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.ops.kernels import PLAIN, Kernels
-from lantern_hpu.verify import stages
-from lantern_hpu.verify.ask import Asked, answer_all
-from lantern_hpu.verify.items import (
+from lantern_lab.verify import stages
+from lantern_lab.verify.ask import Asked, answer_all
+from lantern_lab.verify.items import (
     CACHES,
     GROUPED,
     KINDS,
@@ -129,10 +129,10 @@ def test_a_report_of_another_kind_is_not_resumed(
     tmp_path: Path, one_stage: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "other.json"
-    file.write_text(json.dumps({"kind": "lantern_hpu.bench"}))
+    file.write_text(json.dumps({"kind": "lantern_lab.bench"}))
     assert run(["verify", "--emulate", "--output", str(file)]) == 2
     assert "cannot be resumed" in capsys.readouterr().err
-    assert json.loads(file.read_text()) == {"kind": "lantern_hpu.bench"}
+    assert json.loads(file.read_text()) == {"kind": "lantern_lab.bench"}
 
 
 def test_page_escapes_what_devices_say() -> None:

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from lantern_hpu.commands import tune
 from lantern_hpu.core import Request
 from lantern_hpu.decode import spec
 from lantern_hpu.decode.accept import Acceptance
@@ -34,6 +33,7 @@ from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.ops.sampling import FACTORS, noise_keys, race_noise, sample_distinct
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.tree import DraftTree, Window, load_tree
+from lantern_lab.commands import tune
 from scripts.measure.windows import permutation, stale_probs
 from tests.marks import mostly_slow
 from tests.test_step import DISTRIBUTIONS, SETTINGS, SMALL, count_images, exact_probs, surprise

@@ -195,7 +195,7 @@ def serve_report(
 
 def plan_row(name: str, where: str, memory: str | None, options: dict[str, Any]) -> dict[str, Any]:
     """A known model on a device: its memory, and the least time of a step where the device's rates are known."""
-    from lantern_hpu.bench.measure import Rates, StepPasses, floor, projected
+    from lantern_hpu.plan.floors import Rates, StepPasses, floor, projected
     from lantern_hpu.plan.requirements import accelerators, find_device, find_model, setup_of
     from lantern_hpu.tree import DraftTree, Tree
 

@@ -153,8 +153,8 @@ def evaluate(wanted: EvaluateRequest, argv: Sequence[str]) -> str:
     if wanted.workers is not None:  # what cards there are is for those who draw
         device = device.on_host()
     prepare(device.device, device.graphs)  # before torch is imported
-    from lantern_hpu.bench.report import heading
     from lantern_hpu.pipeline import LanternPipeline
+    from lantern_lab.bench.report import heading
     from lantern_lab.evaluate.evaluation import Evaluation, Scorer
     from lantern_lab.evaluate.scorer_builtin import PaintedScorer
     from lantern_lab.evaluate.scorer_published import LibraryScorer

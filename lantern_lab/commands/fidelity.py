@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 
 from lantern_hpu.backends import DeviceOptions, prepare
-from lantern_hpu.bench.report import heading, show_report
 from lantern_hpu.commands.options import (
     Parser,
     add_device_options,
@@ -32,6 +31,7 @@ from lantern_hpu.files import check_free
 from lantern_hpu.methods.relaxation import EXACT
 from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.results.tables import markdown
+from lantern_lab.bench.report import heading, show_report
 from lantern_lab.evaluate.options import FidelityOptions
 
 DEFAULT_ROWS = (

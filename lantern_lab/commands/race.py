@@ -16,7 +16,6 @@ from pathlib import Path
 
 from lantern_hpu import __version__
 from lantern_hpu.backends import DeviceOptions, prepare
-from lantern_hpu.bench.report import heading
 from lantern_hpu.commands import options
 from lantern_hpu.commands.generate import busy_note
 from lantern_hpu.core import check_prompt
@@ -25,6 +24,7 @@ from lantern_hpu.fields import MAX_SEED, check_ranges, option
 from lantern_hpu.files import ASSETS, own_cache, sha256
 from lantern_hpu.methods.setting import Setting
 from lantern_hpu.results.tables import aligned
+from lantern_lab.bench.report import heading
 from lantern_lab.commands.stretch import LLAMAGEN, StretchRequest, stretch
 
 SETTINGS = (

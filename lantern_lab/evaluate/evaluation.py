@@ -10,11 +10,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from lantern_hpu.bench.report import write_report
 from lantern_hpu.errors import OptionError
 from lantern_hpu.files import parse_json, write_file
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.progress import ProgressBar
+from lantern_lab.bench.report import write_report
 from lantern_lab.evaluate.drawing import (
     AGAIN,
     Column,

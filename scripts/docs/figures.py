@@ -22,12 +22,12 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any, NamedTuple
 
-from lantern_hpu.bench.columns import relaxed_name
 from lantern_hpu.files import write_file
 from lantern_hpu.methods.relaxation import read_relaxation
 from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.results.tables import markdown
 from lantern_lab import plots, race
+from lantern_lab.bench.columns import relaxed_name
 from lantern_lab.compare import in_numbers
 from scripts import ROOT
 

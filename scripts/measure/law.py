@@ -3,7 +3,7 @@
     python -m scripts.measure.law --device cpu --seeds 4096 --output law.json
     python -m scripts.measure.law --device cuda --method ar,scd@16,eagle --relaxed scd:tv=0.2@16
 
-The exact distribution is that of the plain model on the CPU in float32; see `lantern_hpu/verify/distribution.py`. Of
+The exact distribution is that of the plain model on the CPU in float32; see `lantern_lab/verify/distribution.py`. Of
 lossless methods the chance of what was seen has to be 1e-4 or more, or the program ends with 1. Of relaxed ones the
 distance that the tokens show is printed next to the meter's. `lantern-hpu verify` asks the same of fewer seeds.
 """
@@ -22,7 +22,7 @@ from lantern_hpu.files import write_file
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.prompts import usual_prompts
 from lantern_hpu.results.tables import aligned
-from lantern_hpu.verify.distribution import LEAST_CHANCE, measure
+from lantern_lab.verify.distribution import LEAST_CHANCE, measure
 
 LOSSLESS = "ar,scd@4,sjd-pac@4,jacobi@4,eagle,eagle@chain,eagle@deep_7,eagle2"
 RELAXED = "scd:tv=0.2@4,scd:lambda-5@4,lantern++,lantern++:tv=0.2@deep_7"

@@ -31,9 +31,9 @@ from lantern_hpu.errors import require
 from lantern_hpu.ops.sampling import gather, gather_rows
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.tables import markdown
-from lantern_hpu.train.unroll import Lesson
 from lantern_hpu.tree import DraftTree, Tree, Window
 from lantern_lab.fidelity import prompts_of
+from lantern_lab.train.unroll import Lesson
 
 ROUNDS = 9999  # of exchanging pairs at random
 POWER = 0.84  # standard normal quantile of 80 %

@@ -20,8 +20,8 @@ from lantern_hpu.backends import DeviceOptions, prepare
 from lantern_hpu.commands.options import Parser, add_device_options, add_fields, from_args
 from lantern_hpu.errors import exit_code
 from lantern_hpu.models.files.names import PartOverrides
-from lantern_hpu.train.options import TrainOptions, TrainRequest, check_training
 from lantern_hpu.zoo.cards import MEASURED
+from lantern_lab.train.options import TrainOptions, TrainRequest, check_training
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -53,7 +53,7 @@ def train_drafter(args: argparse.Namespace) -> None:
     wanted = from_args(TrainRequest, args, device=device, **parts)
     check_training(wanted)
     prepare(wanted.device.device, wanted.device.graphs)  # before torch is imported
-    from lantern_hpu.train.drafter_training import train
+    from lantern_lab.train.drafter_training import train
 
     if report := train(wanted):
         print(training_summary(report, wanted.output))

@@ -1,4 +1,4 @@
-"""Results of tuning: figures of each tree or window, expected and measured, and which is fastest. Needs no torch."""
+"""Results of tuning: figures of each tree or window, and which is fastest. Needs no torch."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from typing import Any
 from lantern_hpu.errors import Arg, shell
 from lantern_hpu.methods.setting import AUTO
 from lantern_hpu.results.tables import Table
-from lantern_hpu.train.acceptance_counts import ChildCounts
 from lantern_hpu.tree import DraftTree
-from lantern_hpu.tune.search import ChanceTable, Costs, expected_steps, gain_probs
 
 # Of a step of `ar`: what one over more tokens takes at least, but for what clocks are off
 LEAST_STEP = 0.85
@@ -39,23 +37,12 @@ class Figures:
     ms_per_step: float
     ms_per_token: float
 
-    @classmethod
-    def expected(
-        cls, tree: DraftTree, chances: ChanceTable, costs: Costs, tokens: int, images: int
-    ) -> Figures:
-        """What n images of n tokens, decoded together, should come to."""
-        gains = gain_probs(tree, chances)
-        step = costs.step(tree)
-        slowest = expected_steps(gains, tokens, images)
-        return cls(tokens / expected_steps(gains, tokens), step, step * slowest / (images * tokens))
-
 
 @dataclass(frozen=True)
 class TunedRow:
     """A tree or window that was drawn with; the one-node tree is `ar`."""
 
     tree: DraftTree
-    expected: Figures | None  # None of windows, which are all drawn with
     measured: Figures
 
     @property
@@ -65,19 +52,14 @@ class TunedRow:
     @property
     def shown(self) -> str:
         """A tree's name; a window as the setting that draws with it."""
-        return self.name if self.expected else self.name.replace(":", "@")
+        return self.name.replace(":", "@")
 
-    def times_as_fast(self, other: TunedRow) -> tuple[float, ...]:
-        """How many times as fast as another: as expected, where that is known of both, and as measured."""
-        kinds = [(self.measured, other.measured)]
-        if self.expected is not None and other.expected is not None:
-            kinds.insert(0, (self.expected, other.expected))
-        return tuple(theirs.ms_per_token / mine.ms_per_token for mine, theirs in kinds)
+    def times_as_fast(self, other: TunedRow) -> float:
+        """How many times as fast as another."""
+        return other.measured.ms_per_token / self.measured.ms_per_token
 
     def as_json(self) -> dict[str, Any]:
         about: dict[str, Any] = {"tree": self.name, "nodes": self.tree.size}
-        if self.expected is not None:
-            about |= {"depth": self.tree.depth, "expected": asdict(self.expected)}
         return about | {"measured": asdict(self.measured)}
 
 
@@ -86,13 +68,10 @@ class TuningResult:
     """All results.
 
     Attributes:
-        counts, costs: of trees; None of windows.
-        rows: `ar`, the tree that was expected to be best, the named trees; or `ar` and the windows by width.
+        rows: `ar` and the named trees, or the windows by width.
         spread: how many times as long as a row's fastest batch the median one took a step, at most.
     """
 
-    counts: ChildCounts | None
-    costs: Costs | None
     rows: Sequence[TunedRow]
     spread: float = 1.0
 
@@ -134,39 +113,22 @@ def tuning_text(tuning: TuningResult) -> str:
 
 
 def tuning_table(tuning: TuningResult) -> str:
-    """The rows as a Markdown table; every figure as expected, if that is known, then as measured."""
-    ar, tuned, *_ = tuning.rows
-    of_trees = tuned.expected is not None
+    """The rows as a Markdown table."""
+    ar = tuning.rows[0]
     lines = []
     for row in tuning.rows:
-        kinds = [asdict(figures) for figures in (row.expected, row.measured) if figures is not None]
-        figures = [*zip(*(kind.values() for kind in kinds), strict=True), row.times_as_fast(ar)]
-        shape = [row.shown, str(row.tree.size)]
-        if of_trees:
-            figures.append(tuned.times_as_fast(row))
-            shape.append(str(row.tree.depth))
-        lines.append(shape + [" -> ".join(f"{value:.2f}" for value in each) for each in figures])
-    head = ["window", "nodes", *FIGURES]
-    if of_trees:
-        head = ["expected -> measured", "nodes", "depth", *FIGURES, f"{tuned.shown} is x"]
-    return Table(head, lines).markdown()
+        figures = [*asdict(row.measured).values(), row.times_as_fast(ar)]
+        lines.append([row.shown, str(row.tree.size), *(f"{value:.2f}" for value in figures)])
+    return Table(["drafts", "nodes", *FIGURES], lines).markdown()
 
 
 def fastest_text(tuning: TuningResult) -> str:
     """Which tree or window is fastest, and whether `ar` is faster still."""
-    ar, tuned, *_ = tuning.rows
-    best = tuning.best
-    *expected, gain = best.times_as_fast(ar)
-    hoped = f" (expected {expected[0]:.2f})" if expected else ""
+    best, ar = tuning.best, tuning.rows[0]
+    gain = best.times_as_fast(ar)
     if tuning.ar_wins:
-        what = "tree" if expected else "window"
-        line = f"ar wins: the fastest {what}, {best.shown}, draws {gain:.2f} times as fast{hoped}"
-    else:
-        line = f"{best.shown} draws {gain:.2f} times as fast as ar{hoped}"
-    if expected and best is not tuned:
-        lead = best.times_as_fast(tuned)[-1]
-        line += f"\n{best.shown} was measured {lead:.2f} times as fast as {tuned.shown}, the best expected"
-    return line
+        return f"ar wins: the fastest of the others, {best.shown}, draws {gain:.2f} times as fast"
+    return f"{best.shown} draws {gain:.2f} times as fast as ar"
 
 
 def fastest_command(

@@ -48,12 +48,12 @@ from lantern_hpu.models.model import ImageModel
 from lantern_hpu.models.transformer import Drafter, Target
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.prompts import read_prompts
-from lantern_hpu.train.acceptance_counts import Profile, profile
-from lantern_hpu.train.options import TrainRequest
-from lantern_hpu.train.unroll import Lesson, Samples, Unrolled, draw_samples, read_encoded, split
-from lantern_hpu.train.wiring import check_wiring
 from lantern_hpu.tree import load_static
 from lantern_hpu.zoo.cards import MEASURED, Subject, drafter_card, write_card
+from lantern_lab.train.acceptance_counts import Profile, profile
+from lantern_lab.train.options import TrainRequest
+from lantern_lab.train.unroll import Lesson, Samples, Unrolled, draw_samples, read_encoded, split
+from lantern_lab.train.wiring import check_wiring
 
 SAVE_EVERY = 50  # steps between two checkpoints
 AVERAGE = 0.99  # decay of the weights' moving average, which is what is measured and kept
@@ -331,7 +331,7 @@ class DrafterTraining:
         self.average = [kept[name] for name, _ in self.drafter.named_parameters()]
         methods = MEASURED if self.pipeline.model.knows_neighbours else MEASURED[:1]
         report = {
-            "kind": "lantern_hpu.train drafter",
+            "kind": "lantern_lab.train drafter",
             "target": about["target"],
             "steps": self.progress.step,
             "kept_step": about["step"],

@@ -15,8 +15,6 @@ from lantern_hpu.backends import DeviceOptions, get_backend
 from lantern_hpu.backends.base import Backend
 from lantern_hpu.backends.candidates import LACKING, difference
 from lantern_hpu.backends.hpu import errors as hpu_errors
-from lantern_hpu.bench.cases import BenchRequest
-from lantern_hpu.bench.run_bench import open_pipeline, run_bench
 from lantern_hpu.core import Request, RunStats
 from lantern_hpu.decode.engine import Engine, GraphReport
 from lantern_hpu.decode.memory import DeviceMemory
@@ -27,8 +25,10 @@ from lantern_hpu.models.transformer import Target
 from lantern_hpu.ops import sampling
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.plan.requirements import Counted, setup_of
-from lantern_hpu.verify.distribution import LEAST_CHANCE, measure
-from lantern_hpu.verify.items import (
+from lantern_lab.bench.cases import BenchRequest
+from lantern_lab.bench.run_bench import open_pipeline, run_bench
+from lantern_lab.verify.distribution import LEAST_CHANCE, measure
+from lantern_lab.verify.items import (
     CUTS_REFUSED,
     DRAWS,
     GROUPED,

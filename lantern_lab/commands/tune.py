@@ -3,12 +3,9 @@
     lantern-hpu tune
     python -m lantern_hpu.generate --tree auto --prompt "a red apple"
 
-What a step costs is measured over trees of different shapes, in the graph mode that will draw; which drafts are
-accepted, on images drawn with the method's own relaxation, first with a typical tree and then with the best tree that
-follows, as a tree also decides where steps begin. `tune/search.py` puts the two together. What it expects is then
-measured, on other seeds, with `ar` and the named trees. The fastest tree is saved for `--tree auto`, with a note if
-`ar` is faster still. Windows (`--method scd`) are few: each width is drawn with. Of a large
-model on a processor, whose images take long, fewer and smaller trees are measured, with fewer images each.
+`ar` and the named trees, or windows of a few widths (`--method scd`), draw the same prompts and seeds in turns. The
+fastest is saved for `--tree auto`, with a note if `ar` is faster still. Of a large model on a processor, whose images
+take long, smaller trees are measured, with fewer images each.
 """
 
 from __future__ import annotations
@@ -18,11 +15,9 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import closing
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from lantern_hpu.backends import DeviceOptions, prepare
-from lantern_hpu.bench.cases import has_long_steps
 from lantern_hpu.commands.options import (
     Parser,
     add_device_options,
@@ -31,16 +26,17 @@ from lantern_hpu.commands.options import (
     from_args,
     given_fields,
 )
-from lantern_hpu.errors import Arg, DeviceError, OptionError, exit_code, needing, words
+from lantern_hpu.errors import DeviceError, exit_code
 from lantern_hpu.files import check_free, write_file
 from lantern_hpu.methods import tuned_trees
-from lantern_hpu.methods.setting import METHODS, Setting
+from lantern_hpu.methods.setting import Setting
 from lantern_hpu.models.files.names import PartOverrides
 from lantern_hpu.results.prompts import read_prompts
-from lantern_hpu.tune.options import LARGE, TuneOptions, check_profile, read_profile
+from lantern_lab.bench.cases import has_long_steps
+from lantern_lab.tune.options import LARGE, TuneOptions
 
 if TYPE_CHECKING:
-    from lantern_hpu.tune.result import TuningResult
+    from lantern_lab.tune.result import TuningResult
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -53,9 +49,8 @@ def make_parser() -> argparse.ArgumentParser:
     add_fields(what, DeviceOptions, "quantize")
     add_fields(what, TuneOptions, "method", "batch_size")
     add_short_forms(what)
-    add_fields(parser.add_argument_group("which trees"), TuneOptions, "max_nodes", "max_depth")
     how = parser.add_argument_group("how to measure")
-    add_fields(how, TuneOptions, "prompts", "images", "seed", "profile")
+    add_fields(how, TuneOptions, "prompts", "images", "seed")
     where = parser.add_argument_group("where it goes")
     add_fields(where, TuneOptions, "output", "report", "force")
     return parser
@@ -65,9 +60,9 @@ def save_fastest(
     tuning: TuningResult, situation: tuned_trees.Situation, args: argparse.Namespace
 ) -> None:
     """Keep the fastest tree for `--tree auto`, and print the command that draws with it."""
-    from lantern_hpu.tune.result import fastest_command
+    from lantern_lab.tune.result import fastest_command
 
-    *_, gain = tuning.best.times_as_fast(tuning.rows[0])
+    gain = tuning.best.times_as_fast(tuning.rows[0])
     file = tuned_trees.save_tree(situation, tuned_trees.TunedTree(tuning.best.tree, gain))
     command = fastest_command(tuning, situation, vars(args))
     print(f"saved {file}\nto draw with the fastest:\n  {command}")
@@ -85,19 +80,11 @@ def tune_trees(args: argparse.Namespace, argv: Sequence[str]) -> None:
     options = tune_options(args)
     check_free([file for file in (options.output, options.report) if file], options.force)
     prompts = read_prompts(options.prompts) if options.prompts else []
-    is_window = METHODS[options.setting.method].rule is not None
-    if is_window and options.profile:
-        what = words(Arg("profile"), f"has no use for {options.method}")
-        raise OptionError(what, "each width is drawn with")
-    counts, earlier = read_profile(options.profile) if options.profile else (None, None)
     device = from_args(DeviceOptions, args)
-    if not is_window:
-        with needing("scipy", "what steps cost is fitted with it", "tune"):
-            import_module("scipy.optimize")
     prepare(device.device, device.graphs)  # before torch is imported
     from lantern_hpu.pipeline import LanternPipeline
-    from lantern_hpu.tune.result import tuning_text
-    from lantern_hpu.tune.tuner import check_model, run_tuning, tuning_report
+    from lantern_lab.tune.result import tuning_text
+    from lantern_lab.tune.tuner import check_model, run_tuning, tuning_report
 
     given = from_args(PartOverrides, args)
     loaded = LanternPipeline.from_pretrained(options.model, given=given, **vars(device))
@@ -105,10 +92,8 @@ def tune_trees(args: argparse.Namespace, argv: Sequence[str]) -> None:
         situation = pipeline.situation(str(options.setting), options.batch_size)
         check_model(pipeline, situation)
         if has_long_steps(pipeline):
-            options = tune_options(args, **LARGE)
-        if earlier is not None and options.profile:
-            check_profile(earlier, situation, options.profile)
-        tuning = run_tuning(pipeline, options, prompts, counts)
+            options = tune_options(args, images=LARGE["images"])
+        tuning = run_tuning(pipeline, options, prompts)
         print(tuning_text(tuning))
         if tuning.doubt:
             hint = "the same command when nothing else runs here"

@@ -17,21 +17,21 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 
 from lantern_hpu.backends import DeviceOptions, prepare
-from lantern_hpu.bench.cases import (
-    GRAPHS,
-    LARGE,
-    USUAL,
-    BenchRequest,
-    has_long_steps,
-)
-from lantern_hpu.bench.columns import tables
-from lantern_hpu.bench.report import show_report
 from lantern_hpu.commands import options
 from lantern_hpu.errors import exit_code, listed, require
 from lantern_hpu.files import check_free
 from lantern_hpu.graphs import RUNNERS
 from lantern_hpu.methods.setting import AUTO, with_short_forms
 from lantern_hpu.tree import load_tree
+from lantern_lab.bench.cases import (
+    GRAPHS,
+    LARGE,
+    USUAL,
+    BenchRequest,
+    has_long_steps,
+)
+from lantern_lab.bench.columns import tables
+from lantern_lab.bench.report import show_report
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_free([args.output], args.force)
         began = time.perf_counter()
         prepare(wanted.options.device, wanted.mode)  # before torch is imported
-        from lantern_hpu.bench.run_bench import open_pipeline, run_bench
+        from lantern_lab.bench.run_bench import open_pipeline, run_bench
 
         import_s = time.perf_counter() - began
         with closing(open_pipeline(wanted)) as pipeline:

@@ -16,13 +16,13 @@ from typing import Any
 from lantern_hpu import __version__
 from lantern_hpu.backends import BACKENDS
 from lantern_hpu.backends.hpu import env as hpu_env
-from lantern_hpu.bench.report import write_report
 from lantern_hpu.errors import Arg, OptionError, OutputError, choices, require, words
 from lantern_hpu.fields import option
 from lantern_hpu.files import reading
-from lantern_hpu.verify.items import Question, Result, Stage, items_of, stages_of
+from lantern_lab.bench.report import write_report
+from lantern_lab.verify.items import Question, Result, Stage, items_of, stages_of
 
-KIND = "lantern_hpu.verify"
+KIND = "lantern_lab.verify"
 SLOWEST = 300.0  # seconds that one question may take
 LEAST = 5.0  # seconds that are worth beginning a stage for
 
@@ -191,6 +191,6 @@ def answer_in_process(
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT)
     for number in (1, 2):
         os.dup2(descriptor, number)
-    from lantern_hpu.verify.ask import answer_all
+    from lantern_lab.verify.ask import answer_all
 
     answer_all(wanted.device, wanted.model, questions, writer.send)

@@ -19,7 +19,7 @@ from lantern_hpu.core import Request, RunStats
 from lantern_hpu.errors import require
 from lantern_hpu.methods.setting import Resolved
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.train.unroll import Lesson
+from lantern_lab.train.unroll import Lesson
 
 PLACES = 3  # tokens compared of each image: the first that steps draw
 TOGETHER = 64  # seeds of a batch
