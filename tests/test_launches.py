@@ -11,9 +11,10 @@ from torch import Tensor
 from lantern_hpu.backends.cuda.forms import CUBLAS, Card, Forms, install
 from lantern_hpu.models.files.names import PartOverrides
 from lantern_hpu.models.transformer import Drafter
+from lantern_hpu.plan.floors import Rates, StepPasses, launches, projected
 from lantern_hpu.plan.requirements import accelerators, find_model
-from lantern_hpu.plan.floors import Rates, StepPasses, launches
-from lantern_lab.bench.measure import projected from scripts.measure.launches import Launches, count_step, engine_of, model_config
+from scripts.measure.launches import Launches, count_step, engine_of, model_config
+
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")
 
 # Of the embedded model, of 8 layers, and of its widening to 36; one image

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -63,7 +64,7 @@ def to_images(pixels: Tensor) -> tuple[list[Image.Image], bool]:
     size = (*pixels.shape[2:], 3)
     scaled = ((pixels.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
     rows = scaled.permute(0, 2, 3, 1).flatten(1)  # [B, H * W * 3]
-    finite = pixels.isfinite().flatten(1).all(1, keepdim=True)  # [B, 1]
+    finite = pixels.abs().flatten(1).amax(1, keepdim=True) < math.inf  # [B, 1]; of NaN it is false
     read = torch.cat([rows, finite.to(torch.uint8)], 1).cpu().numpy()
     return [Image.fromarray(row[:-1].reshape(size)) for row in read], bool(read[:, -1].all())
 

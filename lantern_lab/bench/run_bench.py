@@ -19,12 +19,17 @@ from lantern_hpu.errors import Arg, DeviceError, as_option, spelled, words
 from lantern_hpu.methods.request import in_turn
 from lantern_hpu.methods.setting import AUTO
 from lantern_hpu.pipeline import LanternPipeline
+from lantern_hpu.plan.floors import Rates, sizes
 from lantern_hpu.results.progress import ProgressBar
 from lantern_hpu.results.prompts import usual_prompts
 from lantern_lab.bench.cases import BenchRequest, Case, cases_of, has_long_steps, measurable_modes
 from lantern_lab.bench.columns import EAGER, SpeedRow, with_speeds
-from lantern_hpu.plan.floors import Rates
-from lantern_lab.bench.measure import BRIEF_WARM_UP, WARM_UP, RunMeter, measure_rates, sizes from lantern_lab.bench.report import KIND, VERSION, heading   def run_bench(     pipeline: LanternPipeline, wanted: BenchRequest, argv: Sequence[str], import_s: float
+from lantern_lab.bench.measure import BRIEF_WARM_UP, WARM_UP, RunMeter, measure_rates
+from lantern_lab.bench.report import KIND, VERSION, heading
+
+
+def run_bench(
+    pipeline: LanternPipeline, wanted: BenchRequest, argv: Sequence[str], import_s: float
 ) -> dict[str, Any]:
     """The report, with a pipeline of `open_pipeline`; imports took `import_s` seconds."""
     modes, notes = measurable_modes(pipeline.backend, wanted.modes, wanted.by_name)

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import argparse
 
+from lantern_hpu.plan.floors import Rates, StepPasses, floor, projected
 from lantern_hpu.plan.requirements import accelerators
 from lantern_hpu.results.tables import markdown
 from lantern_hpu.tree import DraftTree, load_static
 from lantern_hpu.zoo.registry import entries
-from lantern_hpu.plan.floors import Rates, StepPasses, floor
-from lantern_lab.bench.measure import projected  MODELS = ("llamagen-t2i-256", "llamagen-t2i-512", "anole-7b"
+
+MODELS = ("llamagen-t2i-256", "llamagen-t2i-512", "anole-7b")
 CARDS = ("rtx3090", "h100", "h200", "gaudi2")
 BATCHES = (1, 4, 16)
 TREES = (DraftTree.root_only(), *map(load_static, ("chain", "mc_sim_7b_63", "naive_extend_57")))
