@@ -60,7 +60,6 @@ ODD = [
     "generate --model MODEL --prompts-file brackets.json",
     "generate --model brackets --prompt cat",
     "compare brackets.json --output o",
-    "tune --profile brackets.json",
     "pixels brackets.json",
     "lint --script brackets.json",
     "lint --script binary.py",
@@ -132,11 +131,9 @@ REFUSED: dict[str, dict[str, str]] = {
     },
     "tune": {
         "--method eagle2": "--method eagle2 cannot be tuned",
-        "--max-nodes 1": "--max-nodes is 1: allowed: 2 to 96",
         "--num-images 0": "--num-images is 0",
         "--seed -1": "--seed is -1",
         "--output tree.txt": "cannot write tree.txt",
-        "--profile missing.json": "cannot read missing.json",
     },
     "fidelity": {
         "--method magic": "unknown method 'magic'",

@@ -98,10 +98,6 @@ def add_where(group: argparse._ArgumentGroup) -> None:
     add("--output", type=options.output_path, default="out", help="a .png file, or a folder (out)")
     add("--force", action="store_true", help="replace existing files")
     add("--resume", action="store_true", help="keep existing images and generate the missing ones")
-    invalid = (
-        "write images that were computed with NaN or infinite numbers as well (an error otherwise)"
-    )
-    add("--keep-invalid", action="store_true", help=invalid)
     add("--grid", action="store_true", help="also write one sheet with all images")
     report = "write acceptance, timing, graph statistics and settings"
     add("--report", type=path, metavar="FILE.json", help=report)
@@ -394,9 +390,7 @@ def draw(args: argparse.Namespace) -> GenerationResult | None:
         ):
             invalid = None
             try:
-                result = pipeline.draw(
-                    missing, setting, job.batch_size, bar, keep, keep_invalid=args.keep_invalid
-                )
+                result = pipeline.draw(missing, setting, job.batch_size, bar, keep)
             except InvalidImageError as error:
                 result, invalid = error.result, error
         if args.verbose:

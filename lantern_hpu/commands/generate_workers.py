@@ -66,9 +66,7 @@ def open_job_worker(args: argparse.Namespace) -> Callable[[list[int]], int]:
                 show_notes(pipeline, news)
                 keep = partial(keep_image, [files[i] for i in left], args.force, args.resume)
                 try:
-                    pipeline.draw(
-                        news, chosen, job.slots, None, keep, keep_invalid=args.keep_invalid
-                    )
+                    pipeline.draw(news, chosen, job.slots, None, keep)
                 except InvalidImageError as error:
                     error.result = None  # which is written, and need not travel
                     raise
