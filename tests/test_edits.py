@@ -12,8 +12,9 @@ import random
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -534,6 +535,26 @@ def test_bodies_that_do_not_come_shut_nobody_out(server: Running) -> None:
         for each in made:
             each.close()
     server.until(lambda: nothing_is_held(server))
+
+
+def test_processes_that_read_are_few(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many uploads come at once: each waits for its turn with its file alone."""
+    real, running, most = picture_process.picture_reader, [0], [0]
+
+    @asynccontextmanager
+    async def counted(names: Any) -> AsyncIterator[Any]:
+        running[0] += 1
+        most[0] = max(most[0], running[0])
+        async with real(names) as reader:
+            yield reader
+        running[0] -= 1
+
+    monkeypatch.setattr(edits, "picture_reader", counted)
+    wrong = {"prompt": "cat", "seed": "3", "top_k": "999999"}  # which is refused once they are read
+    with ThreadPoolExecutor(24) as pool:
+        answers = [*pool.map(lambda _: send(server, files(CAT), **wrong), range(24))]
+    assert {answer.status_code for answer in answers} == {400}
+    assert 1 < most[0] <= edits.READERS_OF_CLIENT
 
 
 def test_promise_a_server_that_stops_waits_for_no_upload(folder: Path) -> None:

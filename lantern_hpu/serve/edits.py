@@ -6,7 +6,6 @@ fetched from elsewhere, and no file is kept: a large one is in a temporary file 
 
 from __future__ import annotations
 
-import asyncio
 import math
 import re
 from asyncio import Lock, Semaphore
@@ -38,6 +37,7 @@ MOST_FIELD = 1 << 16  # bytes of a field that is no file
 HELD_PIXELS = 4 * MOST_PIXELS  # of pictures of requests under way, at 4 bytes each in Pillow
 LARGE = 8_000_000  # pixels; smaller pictures do not wait for larger ones
 SMALL_AT_ONCE = 2  # requests whose pictures are small are read
+READERS, READERS_OF_CLIENT = 32, 8  # processes that read pictures, or wait for their turn to
 FULL = "queue_full"
 # Bytes that Pillow allocates at a time: from 32 MiB on the C library gives all back to the system that is freed
 PICTURE_BLOCK = 1 << 26
@@ -56,7 +56,8 @@ class Uploads:
         self.most, self.arrived = most, Counter[str]()
         self.pictures = WeakValueDictionary[int, Image.Image]()
         _imaging.set_block_size(PICTURE_BLOCK)
-        self.small, self.large = asyncio.Semaphore(SMALL_AT_ONCE), WeakValueDictionary[str, Lock]()
+        self.small, self.large = Semaphore(SMALL_AT_ONCE), WeakValueDictionary[str, Lock]()
+        self.readers, self.of_client = Semaphore(READERS), WeakValueDictionary[str, Semaphore]()
 
     @contextmanager
     def counting(self, body: Body, client: str) -> Iterator[None]:
@@ -201,7 +202,8 @@ async def read_sources(
     raw = [(file.filename or "").encode("latin-1") for file in files]
     names = [name.decode(errors="replace")[:60] for name in raw]
     try:
-        async with picture_reader(names) as reader:
+        own = uploads.of_client.setdefault(client, Semaphore(READERS_OF_CLIENT))
+        async with own, uploads.readers, picture_reader(names) as reader:
             sizes = await reader.sizes([file.file for file in files])
             async with uploads.turn(sum(map(math.prod, sizes)), client):
                 return await reader.fill(uploads.allocate(sizes))
