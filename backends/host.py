@@ -59,7 +59,10 @@ def is_busy() -> bool:
 
 def load() -> float:
     """Programs that want to run, over the last minute; 0 where the system does not say."""
-    return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    try:
+        return os.getloadavg()[0]
+    except (OSError, AttributeError):
+        return 0.0
 
 
 def total_bytes() -> int | None:

@@ -26,6 +26,7 @@ from lantern_hpu.decode.pixels import hidden_states
 from lantern_hpu.decode.spec import batch_size_for
 from lantern_hpu.errors import (
     Arg,
+    InvalidImageError,
     OptionError,
     choices,
     nearest_keyword,
@@ -304,6 +305,9 @@ class LanternPipeline(ImageGenerator):
             try:
                 draw = partial(self.draw, decode=output_type != "tokens", keep_invalid=keep_invalid)
                 result = draw(requests, setting, asked.get("batch_size"), show)
+            except InvalidImageError as error:
+                error.result.output_type = output_type
+                raise
             finally:
                 self._interrupt = outer
         result.output_type = output_type

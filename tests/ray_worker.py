@@ -11,7 +11,7 @@ from lantern_hpu.commands.generate_workers import open_job_worker
 from lantern_hpu.pipeline import LanternPipeline
 
 
-def open_mortal(args: Any, notes: str) -> Callable[[list[int]], int]:
+def open_mortal(args: Any, notes: str) -> Callable[[list[int]], tuple[int, list[str]]]:
     """The first of all workers that has drawn three images ends without a word."""
     real, folder = LanternPipeline.drawn, Path(notes)
 

@@ -17,7 +17,7 @@ from lantern_hpu.zoo.find import find_parts
 from lantern_hpu.zoo.registry import entries
 
 REPORT = {
-    "kind": "lantern_lab.train drafter",
+    "kind": "lantern_hpu.train drafter",
     "held_out_prompts": 7,
     "kept_step": 30,
     "eagle": {"tokens_per_step": 1.234, "by_depth": [0.5, 0.25]},

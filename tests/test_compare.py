@@ -229,7 +229,7 @@ def test_incomparable_runs_are_refused(
 WHOLE = json.dumps(report_of())
 BAD: dict[str, tuple[str | None, list[str], str]] = {  # file's content, options, what is said
     "newer": (json.dumps(report_of() | {"version": 3}), [], "newer"),
-    "older": (json.dumps({"kind": "lantern_lab.bench", "rows": []}), [], "version 1"),
+    "older": (json.dumps({"kind": "lantern_hpu.bench", "rows": []}), [], "version 1"),
     "empty": ("", [], "cannot read"),
     "truncated": (WHOLE[:5000], [], "cannot read"),
     "no JSON": ("# figures", [], "cannot read"),

@@ -505,6 +505,15 @@ def test_large_pictures_are_bounded_together(
     monkeypatch.setattr(edits, "HELD_PIXELS", 32 * 48 - 1)
     full = send(server, files(CAT))
     assert full.status_code == 429 and full.headers["Retry-After"]
+    monkeypatch.setattr(edits, "HELD_PIXELS", 2 * 32 * 48)
+    mine = Image.new("RGB", (48, 32))
+    server.app.state.uploads.pictures["127.0.0.1", 0] = mine
+    full = send(server, files(CAT))
+    assert full.status_code == 429 and "of this client in memory" in full.text
+    server.app.state.uploads.pictures.clear()
+    server.app.state.uploads.pictures["10.0.0.1", 0] = mine
+    assert drawn(send(server, files(CAT)))
+    server.app.state.uploads.pictures.clear()
 
 
 def test_clients_are_told_apart_behind_a_proxy(server: Running) -> None:
@@ -512,8 +521,14 @@ def test_clients_are_told_apart_behind_a_proxy(server: Running) -> None:
     uploads = server.app.state.uploads
     uploads.arrived["10.0.0.1"] = uploads.most // 2
     try:
-        for client, status in (("10.0.0.1", 429), ("6.6.6.6, 10.0.0.1", 429), ("10.0.0.2", 400)):
-            headers = {"X-Forwarded-For": client}
+        for client, status in (
+            (["10.0.0.1"], 429),
+            (["6.6.6.6, 10.0.0.1"], 429),
+            (["6.6.6.6", "10.0.0.1"], 429),
+            (["10.0.0.1:4567"], 429),
+            (["10.0.0.2"], 400),
+        ):
+            headers = [("X-Forwarded-For", each) for each in client]
             form = {"prompt": "cat", "n": "0"}
             answer = httpx.post(server.url + PATH, data=form, files=files(CAT), headers=headers)
             assert answer.status_code == status, client
@@ -571,12 +586,35 @@ def test_promise_a_server_that_stops_waits_for_no_upload(folder: Path) -> None:
         stopping.decoder.draining = False
 
 
+def test_a_client_that_leaves_ends_the_process_that_reads(server: Running) -> None:
+    """Behind pixels that nobody takes any more, too."""
+    uploads = server.app.state.uploads
+    large = encoded(Image.new("RGB", (3000, 2900)), "PNG")
+    request = httpx.Request("POST", server.url + PATH, data={"prompt": "cat"}, files=files(large))
+    head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(request.read())}\r\n"
+    head += f"Content-Type: {request.headers['content-type']}\r\n\r\n"
+    host, port = server.url.removeprefix("http://").split(":")
+    gate = asyncio.Event()
+    with pytest.MonkeyPatch.context() as patched:
+
+        async def fill(*_: Any) -> None:
+            await gate.wait()
+
+        patched.setattr(picture_process.PictureReader, "fill", fill)
+        with socket.create_connection((host, int(port))) as made:
+            made.sendall(head.encode() + request.read())
+            server.until(lambda: uploads.readers._value < edits.READERS)
+        server.until(lambda: uploads.readers._value == edits.READERS)
+    server.until(lambda: nothing_is_held(server))
+
+
 ENDED = {
     "time": (
         "import sys; limit('RLIMIT_CPU', 1)\nwhile True: pass",
         "more than 3 s of a processor",
     ),
     "a crash": ("import os; os.kill(os.getpid(), 11)", "its decoder ended with code -11"),
+    "a fault of ours": ("raise KeyError", "the server failed"),
     "memory": ("raise MemoryError", "to decode it takes more than 250 MB"),
 }
 
@@ -599,8 +637,8 @@ picture_process.main()
 """
     monkeypatch.setattr(picture_process, "START", start.replace("{", "{{").replace("}", "}}"))
     answer = send(server, files(CAT))
-    assert answer.status_code == 400 and why in answer.text
-    assert nothing_is_held(server)
+    assert answer.status_code == (500 if case == "a fault of ours" else 400) and why in answer.text
+    server.until(lambda: not server.app.state.uploads.arrived)
 
 
 def test_pictures_that_take_much_memory_are_refused_before_they_are_decoded() -> None:

@@ -26,7 +26,7 @@ SHORTER = {
     "fidelity": ["--model", "tiny", "--num-images", "8", "--draws", "8", "--timed", "1"],
     "race": ["--model", "tiny", "--prompt", "red cat"],
     "lint": ["--method", "ar", "--model", "tiny"],
-    "tune": ["--model", "tiny", "--num-images", "2", "--max-nodes", "6", "--max-depth", "2"],
+    "tune": ["--model", "tiny", "--num-images", "2"],
     "train": ["--model", "tiny", "--samples", "8", "--steps", "2", "--measured", "1"],
 }
 

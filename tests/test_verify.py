@@ -129,10 +129,10 @@ def test_a_report_of_another_kind_is_not_resumed(
     tmp_path: Path, one_stage: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "other.json"
-    file.write_text(json.dumps({"kind": "lantern_lab.bench"}))
+    file.write_text(json.dumps({"kind": "lantern_hpu.bench"}))
     assert run(["verify", "--emulate", "--output", str(file)]) == 2
     assert "cannot be resumed" in capsys.readouterr().err
-    assert json.loads(file.read_text()) == {"kind": "lantern_lab.bench"}
+    assert json.loads(file.read_text()) == {"kind": "lantern_hpu.bench"}
 
 
 def test_page_escapes_what_devices_say() -> None:

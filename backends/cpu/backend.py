@@ -139,7 +139,7 @@ class ThreadTuner(StepTuner):
             self.best = self.most
         self.count, self.searching = self.best, False
         self.usual = self.tried[self.count]
-        busy = self.busy()
+        busy = self.faster == 1 and self.busy()  # where no bits depend on the number
         wait = (BUSY_RETRY_FACTOR if busy else RETRY_FACTOR) * self.spent
         self.again = self.clock() + wait if busy or self.count < self.most else inf
         times = ", ".join(f"{1000 * s:.1f} ms with {n}" for n, s in self.tried.items())

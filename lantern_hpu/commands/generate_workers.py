@@ -28,11 +28,14 @@ def draw_with_workers(args: argparse.Namespace) -> int:
     files, count = outputs_of(args, job.prompts).images, len(job.prompts)
     work = pieces(count, args.workers, job.slots)
     opener, device = "lantern_hpu.commands.generate_workers:open_job_worker", job.device
-    bar, drawn = ProgressBar(count, "image"), 0
+    bar, drawn, invalid = ProgressBar(count, "image"), 0, list[str]()
     with closing(bar):
         for numbers, new in share_work(opener, [args], work, args.workers, device.device):
-            drawn += new
+            drawn += new[0]
+            invalid += new[1]
             bar.update(len(numbers))
+    if invalid:
+        raise InvalidImageError(f"{len(invalid)} of {count} images are invalid", "; ".join(invalid))
     lost = sum(not file.is_file() for file in files)
     if lost:
         what, hint = f"{lost} of {count} images are not in {args.output}", "--resume draws them"
@@ -40,8 +43,8 @@ def draw_with_workers(args: argparse.Namespace) -> int:
     return drawn
 
 
-def open_job_worker(args: argparse.Namespace) -> Callable[[list[int]], int]:
-    """What a worker does: the images of these numbers that are not there yet. -> how many it drew"""
+def open_job_worker(args: argparse.Namespace) -> Callable[[list[int]], tuple[int, list[str]]]:
+    """What a worker does: the images of these numbers that are not there yet. -> how many it drew, which are invalid"""
     job = read_job(args)
     prepare(job.device.device, job.device.graphs)
     from lantern_hpu.pipeline import LanternPipeline
@@ -54,7 +57,7 @@ def open_job_worker(args: argparse.Namespace) -> Callable[[list[int]], int]:
     files, _ = image_files(args.output, job.prompts, False)
     requests, again = job.requests(pipeline.model, sampling, chosen.relaxation), set[int]()
 
-    def draw_piece(numbers: list[int]) -> int:
+    def draw_piece(numbers: list[int]) -> tuple[int, list[str]]:
         """With `--force`, what was there before is drawn again, but not what this worker has drawn."""
         here = [i for i in numbers if files[i].exists() and (not args.force or i in again)]
         kept = kept_images(pipeline, requests, chosen, files, here)
@@ -68,8 +71,7 @@ def open_job_worker(args: argparse.Namespace) -> Callable[[list[int]], int]:
                 try:
                     pipeline.draw(news, chosen, job.slots, None, keep)
                 except InvalidImageError as error:
-                    error.result = None  # which is written, and need not travel
-                    raise
-        return len(left)
+                    return len(error.result.drawn), [str(error.why)]
+        return len(left), []
 
     return draw_piece

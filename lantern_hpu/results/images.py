@@ -133,7 +133,7 @@ class GenerationResult:
             "warnings": self.notes,
             "timing": self.timing.as_json(),
             "graph": self.graph,
-            "config": self.drawn[0].settings,  # of the first image
+            "config": self.drawn[0].settings if self.drawn else self.config,  # of the first image
             "environment": self.environment,
         }
 

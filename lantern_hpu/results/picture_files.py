@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 MOST_PARTS = 100_000  # segments or chunks of a file: to walk over them takes 0.1 s
 MOST_SCANS = 100  # of a JPEG, each of which passes over all pixels; programs write up to 20
-MOST_PROFILE = 1 << 24  # bytes of an ICC profile that a PNG holds compressed
+MOST_PROFILE = 1 << 22  # bytes of an ICC profile that a PNG holds compressed
 # How files begin, by what they are; HEIC and AVIF name their kinds in a first box
 KINDS = {
     "PNG": rb"\x89PNG\r\n\x1a\n",
@@ -143,7 +143,7 @@ def png_file(data: bytes) -> PictureFile:
             kept.append(view[at:end])
         elif kind == b"eXIf":
             result.exif = data[at + 8 : end - 4].removeprefix(EXIF)
-        elif kind == b"iCCP":
+        elif kind == b"iCCP" and result.profile is None:
             result.profile = inflated(data[at + 8 : end - 4].partition(b"\0")[2][1:])
         at = end
         if kind == b"IEND" or at >= len(data):
@@ -152,23 +152,24 @@ def png_file(data: bytes) -> PictureFile:
     raise PictureError(f"it has more than {MOST_PARTS} chunks")
 
 
-def inflated(data: bytes) -> bytes | None:
-    """A compressed profile; None where it is damaged or too large to be one."""
+def inflated(data: bytes) -> bytes:
+    """A compressed profile; empty where it is damaged or too large to be one."""
     stream = zlib.decompressobj()
     with suppress(zlib.error):
         found = stream.decompress(data, MOST_PROFILE)
-        return found if stream.eof else None
-    return None
+        return found if stream.eof else b""
+    return b""
 
 
 def webp_file(data: bytes) -> PictureFile:
     result, at = PictureFile("WebP", data), 12
+    end = min(len(data), 8 + int.from_bytes(data[4:8], "little"))
     for _ in range(MOST_PARTS):
         size, kind = int.from_bytes(data[at + 4 : at + 8], "little"), data[at : at + 4]
         if kind == b"EXIF":
             result.exif = data[at + 8 : at + 8 + size].removeprefix(EXIF)
         at += 8 + size + size % 2
-        if at >= len(data):
+        if at >= end:
             return result
     raise PictureError(f"it has more than {MOST_PARTS} chunks")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageCms, features
+from PIL import Image, ImageCms, UnidentifiedImageError, features
 
 from lantern_hpu.core import MOST_ASPECT, SourcePicture
 from lantern_hpu.errors import Arg, LanternError, OptionError, words
@@ -88,8 +88,8 @@ def open_picture(given: Any, name: str = "") -> OpenPicture:
         raise refused(name, str(error), "the same, saved again as a plain PNG or JPEG") from error
     formats = " or ".join([", ".join(READ[:-1]), READ[-1]])
     if parts.kind not in READ:
-        why = f"it is {parts.kind}" if parts.kind else "it is no picture"
-        raise refused(name, f"{why}, not {formats}", "save it as PNG")
+        why = f"it is {parts.kind}, not" if parts.kind else "it is not"
+        raise refused(name, f"{why} {formats}", "save it as PNG")
     try:
         image = Image.open(io.BytesIO(parts.data), formats=[parts.kind.upper()])
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
@@ -100,10 +100,20 @@ def open_picture(given: Any, name: str = "") -> OpenPicture:
         raise damaged(name, error) from error
     if parts.profile is not None:
         image.info["icc_profile"] = parts.profile
-    if image.mode == "RGB" and "transparency" in image.info and given[PNG_DEPTH] == 16:
-        image.info["transparency"] = tuple(value >> 8 for value in image.info["transparency"])
+    if parts.kind == "PNG" and "transparency" in image.info:
+        image.info["transparency"] = as_stored(image, parts.data[PNG_DEPTH])
     exif = parts.exif or image.info.get("exif", b"").removeprefix(b"Exif\0\0")
     return OpenPicture(image, name, partial(orientation_of, exif), parts)
+
+
+def as_stored(image: Image.Image, depth: int) -> Any:
+    """The transparent colour of a PNG in 8 bits, to which Pillow brings numbers of other depths, but not this one."""
+    clear = image.info["transparency"]
+    if image.mode == "RGB" and depth == 16:
+        return tuple(value >> 8 for value in clear)
+    if image.mode == "L" and depth < 8:
+        return clear * (255 // (2**depth - 1))
+    return clear
 
 
 def given_orientation(image: Image.Image) -> int:
@@ -263,7 +273,8 @@ def check_size(image: Image.Image, name: str) -> None:
 
 
 def damaged(name: str, error: Exception) -> OptionError:
-    why = f"it is damaged or cut off: {error or type(error).__name__}"
+    what = "its header" if isinstance(error, UnidentifiedImageError) else str(error)
+    why = f"it is damaged or cut off: {what or type(error).__name__}"
     return refused(name, why, "another copy of it")
 
 

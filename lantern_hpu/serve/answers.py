@@ -19,6 +19,7 @@ from lantern_hpu.errors import needing
 from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.results.png import encode
 from lantern_hpu.serve import protocol
+from lantern_hpu.serve.bodies import CLOSED
 from lantern_hpu.serve.calls import ParsedRequest
 from lantern_hpu.serve.decoder import DecodeThread
 from lantern_hpu.serve.protocol import ApiError
@@ -29,7 +30,6 @@ with needing("fastapi", "the server is built on it", "serve"):
     from starlette.datastructures import Headers
 
 SILENT = 15.0  # seconds after which an answer that waits says so
-CLOSED = 499  # status in log and metrics where the client left, as nginx has it
 KEPT_FILES, KEPT_SECONDS = 64, 3600.0  # pictures that answers have addresses of: the last ones
 # Fields whose values messages may quote: words, and names of files
 UNLOGGED = ("prompt", "negative_prompt", "image", "image[]")

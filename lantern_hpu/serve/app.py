@@ -16,9 +16,9 @@ from typing import Annotated, Any
 from lantern_hpu import __version__
 from lantern_hpu.errors import Arg, as_option, needing
 from lantern_hpu.serve import edits, protocol, sglang
-from lantern_hpu.serve.answers import CLOSED, ImageRequestHandler, Record, kept_file
+from lantern_hpu.serve.answers import ImageRequestHandler, Record, kept_file
 from lantern_hpu.serve.api_page import api_page
-from lantern_hpu.serve.bodies import BODY_SECONDS, AllowedBody, Body
+from lantern_hpu.serve.bodies import BODY_SECONDS, CLOSED, AllowedBody, Body
 from lantern_hpu.serve.calls import ParsedRequest, check_name, read_call
 from lantern_hpu.serve.decoder import DecodeThread
 from lantern_hpu.serve.options import MAX_BODY, PREFIX, ServeOptions
@@ -199,8 +199,11 @@ def as_public(scope: Scope, headers: Headers, options: ServeOptions) -> Scope:
         public["headers"] = [*others, (b"host", found["host"].encode())]
     public["scheme"] = found["proto"] or scope["scheme"]
     public["root_path"] = found["prefix"] or public["root_path"]
-    if client := headers.get("x-forwarded-for", "").rpartition(",")[2].strip():
-        public["client"] = (client[:60], 0)
+    # The last one is the proxy's word; those before it may be the client's
+    client = ",".join(headers.getlist("x-forwarded-for")).rpartition(",")[2].strip()
+    if client:
+        port = r":\d+$" if client.count(":") == 1 or client.startswith("[") else "$"
+        public["client"] = (re.sub(port, "", client)[:60], 0)
     return public
 
 

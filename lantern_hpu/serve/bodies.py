@@ -20,22 +20,33 @@ T = TypeVar("T")
 DISCARDED = 64 * 2**20  # bytes of a body that is too large, read and forgotten
 BODY_SECONDS = 10.0  # in which a body has to arrive
 GZIP = b"\x1f\x8b"  # how such a body begins
+CLOSED = 499  # status in log and metrics where the client left, as nginx has it
 LISTEN = 0.5  # seconds after which what waits looks whether the server is about to stop
 
 
-async def before_stop(work: Coroutine[Any, Any, T], state: State) -> T:
-    """What is awaited, or an ApiError where the server is about to stop first: nothing would be drawn of it.
+async def before_stop(
+    work: Coroutine[Any, Any, T], state: State, gone: Coroutine[Any, Any, Any] | None = None
+) -> T:
+    """What is awaited, or an ApiError where nothing would come of it: the server is about to stop, or the client left.
 
-    `state` is the application's.
+    Args:
+        state: of the application. gone: ends when the client leaves.
     """
     task = asyncio.ensure_future(work)
+    left = asyncio.ensure_future(gone) if gone else None
     try:
-        while not (await asyncio.wait([task], timeout=LISTEN))[0]:
-            if state.decoder.draining:
+        while not task.done():
+            waits = [task] if left is None else [task, left]
+            await asyncio.wait(waits, timeout=LISTEN, return_when=asyncio.FIRST_COMPLETED)
+            if left is not None and left.done() and not task.done():
+                raise ApiError(CLOSED, "the client left")
+            if state.decoder.draining and not task.done():
                 raise not_taking(state.decoder)
         return task.result()
     finally:
         task.cancel()
+        if left is not None:
+            left.cancel()
         del task  # or an error of it would keep this frame, and the frame the error
 
 

@@ -54,7 +54,7 @@ class Uploads:
     def __init__(self, most: int) -> None:
         """`most` bytes of forms together; a client has at most half of them."""
         self.most, self.arrived = most, Counter[str]()
-        self.pictures = WeakValueDictionary[int, Image.Image]()
+        self.pictures = WeakValueDictionary[tuple[str, int], Image.Image]()
         _imaging.set_block_size(PICTURE_BLOCK)
         self.small, self.large = Semaphore(SMALL_AT_ONCE), WeakValueDictionary[str, Lock]()
         self.readers, self.of_client = Semaphore(READERS), WeakValueDictionary[str, Semaphore]()
@@ -82,16 +82,16 @@ class Uploads:
             self.arrived[client] -= counted
             self.arrived += Counter()  # without those that have nothing
 
-    def allocate(self, sizes: Sequence[tuple[int, int]]) -> list[Image.Image]:
-        """Empty pictures of widths and heights; raises an ApiError where they would be too many pixels."""
-        pixels = sum(map(math.prod, sizes))
-        if pixels > MOST_PIXELS:
-            raise refuse("image", f"{len(sizes)} pictures", f"{MOST_PIXELS} pixels together")
-        held = sum(math.prod(picture.size) for picture in list(self.pictures.values()))
-        if held + pixels > HELD_PIXELS:
-            raise full("too many pictures in memory")
+    def allocate(self, sizes: Sequence[tuple[int, int]], client: str) -> list[Image.Image]:
+        """Empty pictures of widths and heights; raises an ApiError where there are too many already."""
+        pixels, held = sum(map(math.prod, sizes)), Counter[str]()
+        for (owner, _), picture in list(self.pictures.items()):
+            held[owner] += math.prod(picture.size)
+        mine = held[client] + pixels > HELD_PIXELS // 2
+        if mine or held.total() + pixels > HELD_PIXELS:
+            raise full(f"too many pictures{' of this client' * mine} in memory")
         made = [Image.new("RGB", size, None) for size in sizes]
-        self.pictures.update((id(picture), picture) for picture in made)
+        self.pictures.update(((client, id(picture)), picture) for picture in made)
         return made
 
     def turn(self, pixels: int, client: str) -> Lock | Semaphore:
@@ -114,10 +114,16 @@ async def read_edit(request: Request, decoder: DecodeThread) -> ParsedRequest:
                 allowed = f"1 to {decoder.served.sources}"
                 raise refuse("image", f"{len(files)} pictures", allowed)
             reading = read_sources(files, uploads, client)
-            sources = await before_stop(reading, request.app.state)
+            sources = await before_stop(reading, request.app.state, client_leaves(request))
         finally:
             await form.close()
     return calls.read_call(asked, decoder.served, sources)
+
+
+async def client_leaves(request: Request) -> None:
+    """Ends when the client of a request whose body is whole goes away."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 async def read_form(request: Request) -> FormData:
@@ -190,7 +196,7 @@ def in_utf8(text: str, name: str) -> str:
     """What a form's bytes, which were read as Latin-1, are as UTF-8; raises an ApiError where they are none."""
     try:
         return text.encode("latin-1").decode()
-    except UnicodeDecodeError as error:
+    except UnicodeError as error:
         what = f"{name[:60]} is not valid UTF-8; send the form in UTF-8"
         raise ApiError(400, what, name[:60], "invalid_value") from error
 
@@ -199,13 +205,18 @@ async def read_sources(
     files: Sequence[UploadFile], uploads: Uploads, client: str
 ) -> tuple[SourcePicture, ...]:
     """Pictures in their order, from a process of their own."""
-    raw = [(file.filename or "").encode("latin-1") for file in files]
+    raw = [(file.filename or "").encode("latin-1", "replace") for file in files]
     names = [name.decode(errors="replace")[:60] for name in raw]
     try:
         own = uploads.of_client.setdefault(client, Semaphore(READERS_OF_CLIENT))
         async with own, uploads.readers, picture_reader(names) as reader:
-            sizes = await reader.sizes([file.file for file in files])
-            async with uploads.turn(sum(map(math.prod, sizes)), client):
-                return await reader.fill(uploads.allocate(sizes))
+            async with uploads.small:
+                sizes = await reader.sizes([file.file for file in files])
+            pixels = sum(map(math.prod, sizes))
+            if pixels > MOST_PIXELS:
+                have = f"{len(sizes)} pictures of {pixels} pixels"
+                raise refuse("image", have, f"{MOST_PIXELS} pixels together")
+            async with uploads.turn(pixels, client):
+                return await reader.fill(uploads.allocate(sizes, client))
     except LanternError as error:
         raise calls.translated(error) from error

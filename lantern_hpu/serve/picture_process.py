@@ -16,6 +16,7 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from importlib import import_module
 from typing import Any, BinaryIO, NoReturn
 
 from PIL import Image
@@ -29,6 +30,7 @@ MEMORY = 250 * 10**6  # bytes, besides the pixels of the largest picture and the
 PIXEL_BYTES = 4  # of a decoded picture
 # What decoders take besides, in bytes a pixel: measured, of large pictures with and without losses
 DECODERS = {"WebP": 16, "AVIF": 10}
+AVIF_THREADS = 2
 BLOCK = 1 << 18  # bytes that are sent at a time
 START = "import json, sys; sys.path = json.loads(sys.argv[1]); from {} import main; main()"
 TOO_MUCH = f"to decode it takes more than {MEMORY // 10**6} MB besides its pixels"
@@ -77,7 +79,7 @@ class PictureReader:
 
     async def line(self) -> Any:
         line = await self.receive.readline()
-        if not line:
+        if not line.endswith(b"\n"):
             await self.ended()
         found = json.loads(line)
         if isinstance(found, dict) and found:
@@ -85,8 +87,10 @@ class PictureReader:
         return found
 
     async def ended(self) -> NoReturn:
-        """Raise for a process that has ended without a word."""
+        """Raise for a process that has ended without a word; one that a signal ended was ended by a picture."""
         code = await self.process.wait()
+        if code >= 0:
+            raise RuntimeError(f"the process that reads pictures ended with code {code}")
         why = f"its decoder ended with code {code}"
         if code == -getattr(signal, "SIGXCPU", 0):
             why = f"it takes more than {CPU_SECONDS} s of a processor"
@@ -97,12 +101,22 @@ class PictureReader:
 async def picture_reader(names: Sequence[str]) -> AsyncIterator[PictureReader]:
     """A process for the pictures of these names, which ends with the context, done or not."""
     start = ["-I", "-c", START.format(__name__), json.dumps(sys.path)]
-    process = await asyncio.create_subprocess_exec(sys.executable, *start, stdin=PIPE, stdout=PIPE)
+    how: dict[str, Any] = {
+        "stdin": PIPE,
+        "stdout": PIPE,
+        "start_new_session": True,
+    }  # apart from Ctrl-C
+    process = await asyncio.create_subprocess_exec(sys.executable, *start, **how)
     try:
         yield PictureReader(process, names)
     finally:
         with suppress(ProcessLookupError):
             process.kill()
+        assert process.stdout is not None
+        while await process.stdout.read(
+            BLOCK
+        ):  # or its end is not seen behind pixels that nobody reads
+            pass
         await process.wait()
 
 
@@ -112,6 +126,10 @@ async def picture_reader(names: Sequence[str]) -> AsyncIterator[PictureReader]:
 def main() -> None:
     """Read pictures from standard input, and write what is asked for."""
     limit("RLIMIT_CPU", CPU_SECONDS)
+    limit("RLIMIT_CORE", 0)
+    with suppress(ImportError):  # a thread for each core takes address space of its own
+        plugin: Any = import_module("PIL.AvifImagePlugin")
+        plugin.DEFAULT_MAX_THREADS = AVIF_THREADS
     number, pictures = 0, list[OpenPicture]()
     try:
         lengths = json.loads(sys.stdin.buffer.readline())

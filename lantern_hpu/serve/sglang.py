@@ -17,7 +17,8 @@ from lantern_hpu.errors import Arg, LanternError, as_option, needing
 from lantern_hpu.fields import MAX_SEED
 from lantern_hpu.models.text.tokens import FramedPrompt
 from lantern_hpu.serve import calls
-from lantern_hpu.serve.answers import CLOSED, ImageRequestHandler
+from lantern_hpu.serve.answers import ImageRequestHandler
+from lantern_hpu.serve.bodies import CLOSED
 from lantern_hpu.serve.calls import ParsedRequest
 from lantern_hpu.serve.decoder import DecodeThread
 from lantern_hpu.serve.protocol import ApiError, parsed, refuse
@@ -27,7 +28,7 @@ with needing("fastapi", "the server is built on it", "serve"):
     from fastapi import Body, Response
     from fastapi import Request as HTTPRequest
     from fastapi.responses import JSONResponse
-    from pydantic import BaseModel, ConfigDict, Field
+    from pydantic import BaseModel, ConfigDict, FailFast, Field
 
 PLACES = ("/generate", "//generate")  # the second where the option's address ends in a slash
 MAX_BODY = 1 << 20  # bytes; a prompt of 1024 tokens has 7,000
@@ -57,7 +58,8 @@ class AskedSampling(Closed):
 class GenerateRequest(Closed):
     """A list of each field; a body with one prompt has its values alone."""
 
-    input_ids: list[list[int]] = Field(min_length=1)
+    # The first wrong token is enough: a megabyte has room for half a million
+    input_ids: list[Annotated[list[int], FailFast()]] = Field(min_length=1)
     image_data: list[list[ImageGrids]]
     sampling_params: list[AskedSampling]
 

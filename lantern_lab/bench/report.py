@@ -13,7 +13,7 @@ from lantern_hpu.files import write_file
 if TYPE_CHECKING:
     from lantern_hpu.pipeline import LanternPipeline
 
-KIND, VERSION = "lantern_lab.bench", 2
+KIND, VERSION = "lantern_hpu.bench", 2
 
 
 def heading(kind: str, pipeline: LanternPipeline, argv: Sequence[str]) -> dict[str, Any]:

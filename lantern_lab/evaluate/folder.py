@@ -78,9 +78,11 @@ def read_picture(file: Path) -> Image.Image:
     try:
         with Image.open(file) as image:
             image.load()
+            if image.mode.startswith(("I", "F")):
+                raise ValueError(f"its numbers are of mode {image.mode}, not of 8 bits")
             return image.convert("RGB")
-    except (OSError, ValueError, SyntaxError) as error:
-        hint = "delete it, and it is drawn again"
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        hint = "another copy of it; one that was drawn here is drawn again once it is deleted"
         raise OptionError(f"{file} is not a whole picture", str(error), hint) from error
 
 

@@ -331,7 +331,7 @@ class DrafterTraining:
         self.average = [kept[name] for name, _ in self.drafter.named_parameters()]
         methods = MEASURED if self.pipeline.model.knows_neighbours else MEASURED[:1]
         report = {
-            "kind": "lantern_lab.train drafter",
+            "kind": "lantern_hpu.train drafter",
             "target": about["target"],
             "steps": self.progress.step,
             "kept_step": about["step"],

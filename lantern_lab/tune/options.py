@@ -10,7 +10,6 @@ from lantern_hpu.fields import MAX_SEED, check_ranges, option
 from lantern_hpu.methods.setting import METHODS, Setting
 
 TUNABLE = [name for name, method in METHODS.items() if method.tunable]
-MOST_NODES = 96  # of the trees that are drawn with
 # Of a large model on a processor, whose images take long
 LARGE = {"max_nodes": 12, "images": 3}
 HELD_OUT = (

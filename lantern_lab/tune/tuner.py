@@ -25,7 +25,7 @@ from lantern_hpu.tree.named import NAMED
 from lantern_hpu.tree.window import Rule
 from lantern_lab.bench.cases import has_long_steps
 from lantern_lab.bench.report import heading
-from lantern_lab.tune.options import HELD_OUT, LARGE, MOST_NODES, TuneOptions
+from lantern_lab.tune.options import HELD_OUT, LARGE, TuneOptions
 from lantern_lab.tune.result import Figures, TunedRow, TuningResult
 
 WIDTHS = (8, 16, 32, 64)  # of windows
@@ -119,8 +119,9 @@ class Tuner:
 
     def tune(self) -> TuningResult:
         """Draw with `ar` and the named trees; where steps are long, with the small ones."""
-        most = LARGE["max_nodes"] if self.is_long else MOST_NODES
-        named = [tree for tree in map(load_static, NAMED) if tree.size <= most]
+        named = list(map(load_static, NAMED))
+        if self.is_long:
+            named = [tree for tree in named if tree.size <= LARGE["max_nodes"]]
         trees = [DraftTree.root_only(), *named]
         self.bar.total = self.batches * len(trees)
         return TuningResult(*self.draw(trees))
@@ -167,7 +168,7 @@ def tuning_report(
     argv: Sequence[str],
 ) -> dict[str, Any]:
     """What the report file holds."""
-    return heading("lantern_lab.tune", pipeline, argv) | {
+    return heading("lantern_hpu.tune", pipeline, argv) | {
         "situation": situation,
         "images": options.images,
         "seed": options.seed,

@@ -22,7 +22,7 @@ from lantern_hpu.files import reading
 from lantern_lab.bench.report import write_report
 from lantern_lab.verify.items import Question, Result, Stage, items_of, stages_of
 
-KIND = "lantern_lab.verify"
+KIND = "lantern_hpu.verify"
 SLOWEST = 300.0  # seconds that one question may take
 LEAST = 5.0  # seconds that are worth beginning a stage for
 
