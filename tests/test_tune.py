@@ -23,29 +23,9 @@ from lantern_hpu.results.png import read_png
 from lantern_hpu.results.progress import ProgressBar
 from lantern_hpu.tree import DraftTree, load_static
 from lantern_lab.commands import tune as command
-from lantern_lab.train.acceptance_counts import KINDS, ChildCounts
 from lantern_lab.tune import result, tuner
 from lantern_lab.tune.options import TuneOptions
 from lantern_lab.tune.result import Figures, TunedRow, TuningResult, fastest_text, tuning_table
-
-# ------------------------------------------------------------------------------------ counts
-
-
-def counts_of(offered: list[list[list[int]]], accepted: list[list[list[int]]]) -> ChildCounts:
-    return ChildCounts(np.array(offered), np.array(accepted))
-
-
-def test_counts_of_different_trees_add_up() -> None:
-    total = sum_of([[1, 2, 3]], [[4, 5], [6, 7]])
-    assert total.as_json()["later"]["offered"] == [[5, 7, 3], [6, 7, 0]]
-    again = ChildCounts.from_json(json.loads(json.dumps(total.as_json())))
-    assert again.as_json() == total.as_json()
-
-
-def sum_of(*tables: list[list[int]]) -> ChildCounts:
-    first, second = (counts_of([rows] * len(KINDS), [rows] * len(KINDS)) for rows in tables)
-    return first + second
-
 
 # ------------------------------------------------------------------------------------ a model
 

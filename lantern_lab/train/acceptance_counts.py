@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,34 +49,10 @@ class ChildCounts:
             if depth < len(path):
                 self.accepted[kind_of(parent), depth, path[depth]] += 1
 
-    def __add__(self, other: ChildCounts) -> ChildCounts:
-        """Of both; the trees need not be the same."""
-        pairs = ((self.offered, other.offered), (self.accepted, other.accepted))
-        return ChildCounts(*(padded_sum(*pair) for pair in pairs))
-
     def as_json(self) -> dict[str, Any]:
         """For each kind lists `offered` and `accepted` [D][C]."""
         tables = zip(KINDS, self.offered, self.accepted, strict=True)
         return {name: {"offered": o.tolist(), "accepted": a.tolist()} for name, o, a in tables}
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> ChildCounts:
-        """What `as_json` wrote."""
-        names = ("offered", "accepted")
-        result = cls(
-            *(np.array([values[kind][name] for kind in KINDS], np.int64) for name in names)
-        )
-        if result.offered.ndim != 3 or result.offered.shape != result.accepted.shape:
-            raise ValueError("no counts by depth and rank")
-        return result
-
-
-def padded_sum(a: NDArray[np.int64], b: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The sum of two tables of any shapes, as if each went on with zeros."""
-    total = np.zeros(np.maximum(a.shape, b.shape), np.int64)
-    for table in (a, b):
-        total[tuple(map(slice, table.shape))] += table
-    return total
 
 
 @dataclass(frozen=True)
@@ -105,16 +81,8 @@ class Profile:
 
 
 @torch.no_grad()
-def profile(
-    engine: Engine,
-    encode: Encode,
-    requests: Sequence[Request],
-    callback: Callable[[int], None] | None = None,
-) -> Profile:
-    """Draw these images uncaptured, with the static tree of the engine's spec, and count.
-
-    `callback` is called after each step with the tokens known in the slowest image.
-    """
+def profile(engine: Engine, encode: Encode, requests: Sequence[Request]) -> Profile:
+    """Draw these images uncaptured, with the static tree of the engine's spec, and count."""
     tree, size = engine.spec.tree, engine.spec.images
     assert isinstance(tree, DraftTree)
     counts, steps, total = ChildCounts.none(tree), 0, engine.target.config.tokens
@@ -127,6 +95,4 @@ def profile(
             for node, known in ends:
                 counts.add(tree, node, total - known)
                 steps += known < total
-            if callback is not None:
-                callback(min(step.known))
     return Profile(tree.name, len(requests) * (total - 1) / steps, counts)
