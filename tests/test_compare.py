@@ -234,7 +234,7 @@ BAD: dict[str, tuple[str | None, list[str], str]] = {  # file's content, options
     "truncated": (WHOLE[:5000], [], "cannot read"),
     "no JSON": ("# figures", [], "cannot read"),
     "NaN": (WHOLE.replace(": 1.0", ": NaN", 1), [], "not JSON compliant"),
-    "another kind": ('{"kind": "lantern_hpu.fidelity"}', [], "not a report of lantern_lab.bench"),
+    "another kind": ('{"kind": "lantern_hpu.fidelity"}', [], "not a report of lantern_hpu.bench"),
     "a list": ("[]", [], "not an object"),
     "missing": (None, [], "cannot read"),
     "twice": (WHOLE, ["x.json"], "is given twice"),

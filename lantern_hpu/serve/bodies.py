@@ -33,21 +33,19 @@ async def before_stop(
         state: of the application. gone: ends when the client leaves.
     """
     task = asyncio.ensure_future(work)
-    left = asyncio.ensure_future(gone) if gone else None
+    left = asyncio.ensure_future(gone) if gone else task
     try:
         while not task.done():
-            waits = [task] if left is None else [task, left]
-            await asyncio.wait(waits, timeout=LISTEN, return_when=asyncio.FIRST_COMPLETED)
-            if left is not None and left.done() and not task.done():
+            await asyncio.wait({task, left}, timeout=LISTEN, return_when=asyncio.FIRST_COMPLETED)
+            if left.done() and not task.done():
                 raise ApiError(CLOSED, "the client left")
             if state.decoder.draining and not task.done():
                 raise not_taking(state.decoder)
         return task.result()
     finally:
         task.cancel()
-        if left is not None:
-            left.cancel()
-        del task  # or an error of it would keep this frame, and the frame the error
+        left.cancel()
+        del task, left  # or an error of them would keep this frame, and the frame the error
 
 
 class AllowedBody(NamedTuple):

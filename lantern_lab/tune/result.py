@@ -13,9 +13,7 @@ from lantern_hpu.tree import DraftTree
 
 # Of a step of `ar`: what one over more tokens takes at least, but for what clocks are off
 LEAST_STEP = 0.85
-MOST_STEP = (
-    1.5  # of as many steps of `ar` as it has tokens: what it takes at most, drafting included
-)
+MOST_STEP = 1.5  # of as many steps of `ar` as it has tokens: what it takes at most
 MOST_SPREAD = 1.5  # of equal steps on a machine that has nothing else to do
 
 
