@@ -161,7 +161,8 @@ def form_parts(form: FormData) -> tuple[dict[str, str], list[UploadFile]]:
     fields, files = dict[str, str](), dict[str, list[tuple[int, UploadFile]]]()
     for raw_name, value in form.multi_items():
         name = in_utf8(raw_name, "the name of a field")
-        if value == "" or is_empty_input(value):
+        # Browsers send a file without a name for an input that was left empty
+        if value == "" or (not getattr(value, "size", 1) and not getattr(value, "filename", 1)):
             continue
         picture = PICTURES.fullmatch(name)
         if name in WITHOUT:
@@ -185,11 +186,6 @@ def form_parts(form: FormData) -> tuple[dict[str, str], list[UploadFile]]:
         raise ApiError(400, what, "image", "invalid_value")
     numbered = next(iter(files.values()))
     return fields, [file for _, file in sorted(numbered, key=lambda pair: pair[0])]
-
-
-def is_empty_input(value: UploadFile | str) -> bool:
-    """Whether it is what browsers send for a file input that was left empty."""
-    return isinstance(value, UploadFile) and not value.filename and not value.size
 
 
 def in_utf8(text: str, name: str) -> str:

@@ -48,8 +48,7 @@ class TunedRow:
         return self.tree.name if self.tree.depth else "ar"
 
     @property
-    def shown(self) -> str:
-        """A tree's name; a window as the setting that draws with it."""
+    def shown(self) -> str:  # a window as the setting that draws with it
         return self.name.replace(":", "@")
 
     def times_as_fast(self, other: TunedRow) -> float:
@@ -57,8 +56,7 @@ class TunedRow:
         return other.measured.ms_per_token / self.measured.ms_per_token
 
     def as_json(self) -> dict[str, Any]:
-        about: dict[str, Any] = {"tree": self.name, "nodes": self.tree.size}
-        return about | {"measured": asdict(self.measured)}
+        return {"tree": self.name, "nodes": self.tree.size, "measured": asdict(self.measured)}
 
 
 @dataclass(frozen=True)
@@ -102,8 +100,6 @@ class TuningResult:
 
 # ------------------------------------------------------------------------------------ as text
 
-FIGURES = "tokens a step, ms a step, ms a token, x ar".split(", ")
-
 
 def tuning_text(tuning: TuningResult) -> str:
     table = tuning_table(tuning)
@@ -117,7 +113,8 @@ def tuning_table(tuning: TuningResult) -> str:
     for row in tuning.rows:
         figures = [*asdict(row.measured).values(), row.times_as_fast(ar)]
         lines.append([row.shown, str(row.tree.size), *(f"{value:.2f}" for value in figures)])
-    return Table(["drafts", "nodes", *FIGURES], lines).markdown()
+    head = "drafts, nodes, tokens a step, ms a step, ms a token, x ar".split(", ")
+    return Table(head, lines).markdown()
 
 
 def fastest_text(tuning: TuningResult) -> str:

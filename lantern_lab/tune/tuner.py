@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from math import inf
 from typing import Any
 
 import torch
@@ -65,10 +66,10 @@ class Tuner:
     def show_row(self, row: int) -> None:
         self.bar.set_postfix_str(f"row {row} of {self.sizes.grid[0]}")
 
-    def requests(self, count: int, tree: DraftTree, first: int = 0) -> list[Request]:
-        """n images, with seeds from the `first` one on."""
+    def requests(self, count: int, tree: DraftTree) -> list[Request]:
+        """n images, with seeds that are not drawn otherwise."""
         rule = self.relaxation if tree.depth else EXACT
-        seed, sampling = self.options.seed + first, self.pipeline.model.sampling
+        seed, sampling = self.options.seed + HELD_OUT, self.pipeline.model.sampling
         return in_turn(self.prompts, range(count), seed, sampling, rule)
 
     def engine(self, requests: Sequence[Request], tree: DraftTree) -> Engine:
@@ -107,7 +108,7 @@ class Tuner:
     def draw_batch(self, tree: DraftTree, number: int) -> tuple[int, RunStats]:
         """One batch with a tree. -> steps of its images, and its timing"""
         size, timing = self.options.batch_size, RunStats()
-        requests = self.requests(self.batches * size, tree, HELD_OUT)
+        requests = self.requests(self.batches * size, tree)
         with self.measuring(f"drawing, {tree.name if tree.depth else 'ar'}"):
             finished = self.pipeline.draw_batch(
                 self.engine(requests, tree),
@@ -119,10 +120,8 @@ class Tuner:
 
     def tune(self) -> TuningResult:
         """Draw with `ar` and the named trees; where steps are long, with the small ones."""
-        named = list(map(load_static, NAMED))
-        if self.is_long:
-            named = [tree for tree in named if tree.size <= LARGE["max_nodes"]]
-        trees = [DraftTree.root_only(), *named]
+        most = LARGE["max_nodes"] if self.is_long else inf
+        trees = [DraftTree.root_only(), *(t for t in map(load_static, NAMED) if t.size <= most)]
         self.bar.total = self.batches * len(trees)
         return TuningResult(*self.draw(trees))
 
@@ -149,9 +148,7 @@ def check_model(pipeline: LanternPipeline, situation: tuned_trees.Situation) -> 
 
 
 def run_tuning(
-    pipeline: LanternPipeline,
-    options: TuneOptions,
-    prompts: Sequence[str],
+    pipeline: LanternPipeline, options: TuneOptions, prompts: Sequence[str]
 ) -> TuningResult:
     """The tuning of trees, or of windows for a method that has them, with a bar."""
     with ProgressBar() as bar:
