@@ -196,15 +196,17 @@ class ImageRecord:
         return result | ({"invalid": self.invalid} if self.invalid else {})
 
 
-def check_valid(records: Sequence[ImageRecord]) -> None:
-    """Raise an InvalidImageError for images that were computed with NaN."""
+def check_valid(records: Sequence[ImageRecord], result: Any = None) -> None:
+    """Raise an InvalidImageError for images that were computed with NaN; it has the `result` of the others."""
     invalid = [record for record in records if record.invalid]
     if invalid:
         seeds = ", ".join(f"seed {record.seed}: {record.invalid}" for record in invalid[:3])
         more = f" and {len(invalid) - 3} more" if len(invalid) > 3 else ""
         hint = words(Arg("dtype", "float32"), ",", Arg("kernels", "plain"), ", or other weights")
         what = f"{len(invalid)} of {len(records)} images are invalid"
-        raise InvalidImageError(what, f"{seeds}{more}", hint)
+        error = InvalidImageError(what, f"{seeds}{more}", hint)
+        error.result = result
+        raise error
 
 
 @dataclass

@@ -7,7 +7,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -22,12 +21,7 @@ from lantern_hpu.backends import DeviceOptions, DraftingDefaults
 from lantern_hpu.backends.base import DevicePlan, dtype_name, own_defaults
 from lantern_hpu.core import Event, ImageRecord, Request, RunStats, check_valid
 from lantern_hpu.decode.batch import Batch
-from lantern_hpu.decode.engine import (
-    Engine,
-    EngineCache,
-    read_records,
-    upload_prefix,
-)
+from lantern_hpu.decode.engine import Engine, EngineCache, read_records, upload_prefix
 from lantern_hpu.decode.pixels import codes_of, decode_codes, preview
 from lantern_hpu.decode.spec import Spec, batch_size_for
 from lantern_hpu.errors import Arg, InvalidImageError, OptionError
@@ -238,8 +232,7 @@ class ImageGenerator:
                 preview_tokens=engine.target.config.preview_tokens,
                 code_grid=engine.target.config.grid,
             )
-            with naming_result(result):
-                check_valid([] if keep_invalid else records)
+            check_valid([] if keep_invalid else records, result)
             return result
 
     def drawn(
@@ -383,16 +376,6 @@ def graph_counter(engine: Engine) -> Callable[[], dict[str, Any]]:
         }
 
     return since
-
-
-@contextmanager
-def naming_result(result: GenerationResult) -> Iterator[None]:
-    """An InvalidImageError within has the images that are valid."""
-    try:
-        yield
-    except InvalidImageError as error:
-        error.result = result
-        raise
 
 
 def describe_environment(fit: DevicePlan, setting: Resolved | None) -> dict[str, Any]:

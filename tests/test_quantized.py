@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -149,21 +150,30 @@ def test_a_folder_of_another_version_is_refused(
         loaded(changed(model, tmp_path / "small", quantized))
 
 
-@pytest.mark.parametrize("spoiled", ["without scales", "floats"])
-def test_a_folder_whose_matrices_are_others_is_refused(
-    model: Path, tmp_path: Path, spoiled: str
-) -> None:
-    folder = changed(model, tmp_path / "small", {"format": "int8", "version": 1})
+def with_target(model: Path, goal: Path, change: Callable[[Any], object]) -> Path:
+    """An int8 folder whose target's tensors were changed, and whose checksums are right again."""
+    folder = changed(model, goal, {"format": "int8", "version": 1})
     file = folder / "target.safetensors"
     stored = load_file(file)
-    if spoiled == "floats":
-        stored["target.head.weight"] = stored["target.head.weight"].float()
-    else:
-        del stored["target.head.scale"]
+    change(stored)
     save_file(stored, file)
     about = json.loads((folder / "model.json").read_text())
     about["files"][file.name] = sha256(file)
     (folder / "model.json").write_text(json.dumps(about))
+    return folder
+
+
+@pytest.mark.parametrize("spoiled", ["without scales", "floats"])
+def test_a_folder_whose_matrices_are_others_is_refused(
+    model: Path, tmp_path: Path, spoiled: str
+) -> None:
+    def change(stored: dict[str, torch.Tensor]) -> None:
+        if spoiled == "floats":
+            stored["target.head.weight"] = stored["target.head.weight"].float()
+        else:
+            del stored["target.head.scale"]
+
+    folder = with_target(model, tmp_path / "small", change)
     with pytest.raises(WeightsError, match=r"head\.(scale|weight holds)"):
         loaded(folder)
 
@@ -182,14 +192,8 @@ def test_numbers_that_rounding_does_not_give_are_refused(
 ) -> None:
     """Kernels differ in what they make of them."""
     leaf, spoil = OUTSIDE[case]
-    folder = changed(model, tmp_path / "small", {"format": "int8", "version": 1})
-    file = folder / "target.safetensors"
-    stored = load_file(file)
-    spoil(stored[f"target.head.{leaf}"][:1])
-    save_file(stored, file)
-    about = json.loads((folder / "model.json").read_text())
-    about["files"][file.name] = sha256(file)
-    (folder / "model.json").write_text(json.dumps(about))
+    name = f"target.head.{leaf}"
+    folder = with_target(model, tmp_path / "small", lambda stored: spoil(stored[name][:1]))
     with pytest.raises(WeightsError, match=rf"target\.head\.{leaf} holds numbers"):
         loaded(folder)
 

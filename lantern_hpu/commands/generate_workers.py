@@ -35,7 +35,7 @@ def draw_with_workers(args: argparse.Namespace) -> int:
             invalid += new[1]
             bar.update(len(numbers))
     if invalid:
-        raise InvalidImageError(f"{len(invalid)} of {count} images are invalid", "; ".join(invalid))
+        raise InvalidImageError(f"some of {count} images are invalid", "; ".join(invalid))
     lost = sum(not file.is_file() for file in files)
     if lost:
         what, hint = f"{lost} of {count} images are not in {args.output}", "--resume draws them"
