@@ -12,7 +12,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -475,6 +475,75 @@ def kept_images(
     return set(whole)
 
 
+# ----------------------------------------------------------------------------------------- workers
+
+
+def draw_with_workers(args: argparse.Namespace) -> int:
+    """Draw the images of one process in several, one a card, through Ray. -> how many were drawn"""
+    from lantern_hpu.results.progress import ProgressBar
+    from lantern_hpu.workers import pieces, share_work
+
+    job = read_job(args)
+    require(1 <= args.workers <= 4096, "workers", args.workers, "1 to 4096")
+    saved = args.save_tokens or args.save_states
+    if args.grid or args.report or saved or args.preview_every or args.from_png:
+        what = "--workers excludes --grid, --report, --save-tokens, --save-states, --preview-every and --from-png"
+        raise OptionError(what, "workers write each image to its own file")
+    args.output = os.path.join(os.getcwd(), args.output)  # workers may run elsewhere
+    files = outputs_of(args, job.prompts).images
+    work = pieces(len(files), args.workers, job.slots)
+    opener = f"{open_worker.__module__}:open_worker"
+    drawn = 0
+    invalid = list[str]()
+    with closing(ProgressBar(len(files), "image")) as bar:
+        for numbers, (count, errors) in share_work(
+            opener, [args], work, args.workers, job.device.device
+        ):
+            drawn += count
+            invalid += errors
+            bar.update(len(numbers))
+    if invalid:
+        raise InvalidImageError(f"some of {len(files)} images are invalid", "; ".join(invalid))
+    if lost := sum(not file.is_file() for file in files):
+        what = f"{lost} of {len(files)} images are not in {args.output}"
+        why = "the folder went away, or not all machines share it"
+        raise OutputError(what, why, "--resume draws them")
+    return drawn
+
+
+def open_worker(args: argparse.Namespace) -> Callable[[list[int]], tuple[int, list[str]]]:
+    """What draws the images of some numbers that are not there yet. -> how many it drew, which are invalid"""
+    job = read_job(args)
+    prepare(job.device.device, job.device.graphs)
+    from lantern_hpu.pipeline import LanternPipeline
+    from lantern_hpu.results.outputs import image_files, keep_image
+
+    pipeline = LanternPipeline.from_pretrained(
+        job.model, given=job.given, size=job.size, check=job.check_model, **vars(job.device)
+    )
+    setting, sampling = job.resolve(pipeline)
+    files, _ = image_files(args.output, job.prompts, False)
+    requests = job.requests(pipeline.model, sampling, setting.relaxation)
+
+    def draw_piece(numbers: list[int]) -> tuple[int, list[str]]:
+        here = [i for i in numbers if files[i].exists() and not args.force]
+        kept = kept_images(pipeline, requests, setting, files, here)
+        left = [i for i in numbers if i not in kept]
+        if not left:
+            return 0, []
+        missing = [requests[i] for i in left]
+        show_notes(pipeline, missing)
+        keep = partial(keep_image, [files[i] for i in left], args.force, args.resume)
+        try:
+            with pipeline.backend.errors():
+                pipeline.draw(missing, setting, job.slots, None, keep)
+        except InvalidImageError as error:
+            return len(error.result.drawn), [str(error.why)]
+        return len(left), []
+
+    return draw_piece
+
+
 # ----------------------------------------------------------------------------------------- messages
 
 
@@ -569,8 +638,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def command() -> None:
         if args.workers is not None:
-            from lantern_hpu.commands.generate_workers import draw_with_workers
-
             print(f"{draw_with_workers(args)} image(s) drawn -> {args.output}")
             return
         result = draw(args)
