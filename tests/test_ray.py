@@ -128,7 +128,7 @@ def test_a_shared_folder_that_goes_away_is_an_error(
     assert main([*options_of(model, out), "--workers", "3"]) == 2
     gone.join(300)
     shown = capsys.readouterr().err
-    assert "error:" in shown and "--resume" in shown and "Traceback" not in shown
+    assert "error:" in shown and "Traceback" not in shown
     assert main([*options_of(model, out), "--workers", "3", "--resume"]) == 0
     assert len(bytes_of(out)) == IMAGES
 

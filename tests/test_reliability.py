@@ -23,7 +23,7 @@ def test_the_page_names_what_is_killed_and_the_night_runs_what_it_says() -> None
     assert set(counts) == set(COMMANDS) and sum(counts.values()) >= 20
     night = (ROOT / ".github" / "workflows" / "nightly.yml").read_text()
     assert "pip-audit --no-deps --disable-pip -r constraints.txt" in night
-    for ran in ("test_ray_nodes.py", "tests/test_properties.py tests/test_reliability.py"):
+    for ran in ("tests/test_ray.py", "tests/test_properties.py tests/test_reliability.py"):
         assert ran in night
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
-import re
-from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -28,8 +28,6 @@ NAMES = ("prompt", "prompts", "text", "texts", "caption", "captions")  # of a co
 HOLDERS = ("annotations", "data")  # of a list of objects; the first is COCO's
 OR = "prompt, text or caption"
 MARKS = {".csv": ",;\t", ".tsv": "\t,;"}  # between cells, the usual one first
-# A cell in a balanced pair of quotes, which may hold line breaks and doubled quotes; else all up to the next mark
-CELL = r' *"([^"]*(?:""[^"]*)*)" *(?={mark}|\n|\Z)|([^{mark}\n]*)'
 
 
 def usual_prompts(takes_classes: bool) -> list[str]:
@@ -54,7 +52,7 @@ def numbered_prompts(file: Path) -> dict[int, str]:
     readers: dict[str, Callable[[str], list[str]]] = {
         ".txt": lambda text: [line for line in text.split("\n") if line.strip()],
         ".json": of_json,
-        ".jsonl": of_json_lines,
+        ".jsonl": of_json,
         **{kind: partial(of_table, marks=marks) for kind, marks in MARKS.items()},
     }
     read = readers.get(file.suffix.lower())
@@ -73,31 +71,29 @@ def numbered_prompts(file: Path) -> dict[int, str]:
     return prompts
 
 
-def of_json(text: str, where: str = "it") -> list[str]:
+def of_json(text: str) -> list[str]:
+    """The texts of one value, or of one a line."""
     try:
-        return list(texts_in(parse_json(text, object_pairs_hook=once_each), where))
+        return list(texts_in(parse_json(text, object_pairs_hook=once_each), "it"))
     except json.JSONDecodeError as error:
-        if error.msg != "Extra data" or where != "it":
+        if error.msg != "Extra data":
             raise
-        return of_json_lines(text)  # under the wrong ending
-
-
-def of_json_lines(text: str) -> list[str]:
     result = list[str]()
     for number, line in enumerate(text.split("\n"), 1):
         try:
-            result += of_json(line, f"line {number}") if line.strip() else []
+            value = parse_json(line or "[]", object_pairs_hook=once_each)
         except json.JSONDecodeError as error:
             raise ValueError(f"line {number}: {error.msg}") from error
+        result += texts_in(value, f"line {number}")
     return result
 
 
 def once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) < len(pairs):
-        counts = Counter(name for name, _ in pairs)
-        twice = next(name for name, count in counts.items() if count > 1)
-        raise ValueError(f"an object has {twice!r} twice")
+    result = dict[str, Any]()
+    for name, value in pairs:
+        if name in result:
+            raise ValueError(f"an object has {name!r} twice")
+        result[name] = value
     return result
 
 
@@ -123,7 +119,8 @@ def texts_in(data: Any, where: str, within: bool = False) -> Iterator[str]:
 
 
 def of_table(text: str, marks: str) -> list[str]:
-    text = re.sub(r"\Asep=.\n", "", text)  # Excel's
+    if text.startswith("sep="):  # Excel's
+        text = text.partition("\n")[2]
     for mark in marks:
         rows = rows_of(text, mark)
         head = [cell.strip().lower() for cell in rows[0]] if rows else []
@@ -131,7 +128,7 @@ def of_table(text: str, marks: str) -> list[str]:
         if column is None:
             continue
         for number, row in enumerate(rows, 1):
-            if len(row) > len(head) and any(row[len(head) :]):
+            if any(row[len(head) :]):
                 why = f"row {number} has {len(row)} cells, the first has {len(head)}"
                 raise ValueError(f"{why}: put cells with {mark!r} in quotes")
         return [row[column] if len(row) > column else "" for row in rows[1:]]
@@ -142,15 +139,10 @@ def of_table(text: str, marks: str) -> list[str]:
 
 
 def rows_of(text: str, mark: str) -> list[list[str]]:
-    """The cells of each row that is not an empty line."""
-    cell = re.compile(CELL.format(mark=re.escape(mark)))
-    rows, row, at = list[list[str]](), list[str](), 0
-    while at <= len(text):
-        found = cell.match(text, at)
-        assert found is not None  # any cell may be empty
-        row.append(found[2] if found[1] is None else found[1].replace('""', '"'))
-        at = found.end() + 1
-        if at > len(text) or text[at - 1] == "\n":
-            rows += [row] if row != [""] or found[1] is not None else []
-            row = []
-    return rows
+    """The cells of each row that is not an empty line; a quote without its pair makes all quotes text."""
+    file = io.StringIO(text, newline="")
+    try:
+        rows = [*csv.reader(file, delimiter=mark, skipinitialspace=mark != "\t", strict=True)]
+    except csv.Error:
+        rows = [row.split(mark) for row in text.split("\n") if row]
+    return [row for row in rows if row]
