@@ -21,8 +21,7 @@ from lantern_hpu.core import Event, Request
 from lantern_hpu.files import write_file
 from lantern_hpu.methods.setting import Resolved
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.results.images import GenerationResult
-from lantern_hpu.results.png import encode
+from lantern_hpu.results.images import GenerationResult, encode
 from lantern_hpu.results.progress import ProgressBar
 from lantern_hpu.results.tables import Table, figure, ratio
 from lantern_lab.evaluate.drawing import seconds_of

@@ -18,7 +18,7 @@ from PIL import Image
 
 from lantern_hpu.commands.serve import make_parser, serve_request
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.results.png import read_png
+from lantern_hpu.results.images import read_png
 from lantern_hpu.serve import answers
 from lantern_hpu.serve.calls import read_call
 from lantern_hpu.serve.options import ServeOptions

@@ -19,7 +19,7 @@ from lantern_hpu.commands.generate import main
 from lantern_hpu.core import Request
 from lantern_hpu.errors import DeviceError, OptionError
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.results.png import read_png
+from lantern_hpu.results.images import read_png
 from lantern_hpu.tree import load_static
 from tests.tiny import CONFIG, make_engine, request, spec_for, tiny_models
 

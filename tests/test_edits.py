@@ -37,7 +37,7 @@ from lantern_hpu.errors import OptionError
 from lantern_hpu.models.diffusion import DiffusionPixels
 from lantern_hpu.models.files.load import OpenedModel
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.results.png import read_png
+from lantern_hpu.results.images import read_png
 from lantern_hpu.results.sources import MOST_PIXELS, OpenPicture, open_picture, read_picture
 from lantern_hpu.serve import edits, picture_process, process
 from lantern_hpu.serve.app import make_app

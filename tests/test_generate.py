@@ -26,8 +26,7 @@ from lantern_hpu.files import write_file
 from lantern_hpu.methods.relaxation import Multiplicative
 from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.results.images import CAPTION
-from lantern_hpu.results.png import METADATA, is_cut_off, read_png
+from lantern_hpu.results.images import CAPTION, METADATA, is_cut_off, read_png
 from tests.folder import write_folder
 from tests.marks import mostly_slow
 

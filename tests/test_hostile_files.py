@@ -40,8 +40,8 @@ from lantern_hpu.models.config import (
 from lantern_hpu.models.files.load import open_model
 from lantern_hpu.models.files.names import PartOverrides
 from lantern_hpu.models.model import Placement, cached_nearest, nearest_codes, read_table
-from lantern_hpu.results.png import METADATA
-from lantern_hpu.results.saved_tokens import read_saved_tokens
+from lantern_hpu.results.images import METADATA
+from lantern_hpu.results.outputs import read_saved_tokens
 from lantern_hpu.zoo.find import find_parts
 
 HOSTILE: tuple[Any, ...] = (

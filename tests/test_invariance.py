@@ -12,7 +12,7 @@ from PIL import Image
 from lantern_hpu.backends.cpu import native
 from lantern_hpu.commands.generate import main
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.results.png import read_png
+from lantern_hpu.results.images import read_png
 from scripts.measure import batches
 from tests.marks import mostly_slow
 

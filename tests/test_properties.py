@@ -26,9 +26,9 @@ from lantern_hpu.methods.setting import Setting
 from lantern_hpu.models.files.checkpoint import open_checkpoint
 from lantern_hpu.models.files.load import open_model
 from lantern_hpu.models.model import Placement
-from lantern_hpu.results.png import METADATA, read_png
+from lantern_hpu.results.images import METADATA, read_png
+from lantern_hpu.results.outputs import read_saved_tokens
 from lantern_hpu.results.prompts import read_prompts
-from lantern_hpu.results.saved_tokens import read_saved_tokens
 from lantern_hpu.serve.options import ServeOptions
 from lantern_hpu.tree import DraftTree, load_tree
 from lantern_hpu.zoo.find import find_parts

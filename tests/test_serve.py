@@ -51,7 +51,7 @@ from lantern_hpu.errors import CaptureError, DeviceError, OptionError, as_option
 from lantern_hpu.methods.relaxation import EXACT, Blended
 from lantern_hpu.models.text.prefix import WordConditioner
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.results.png import read_png
+from lantern_hpu.results.images import read_png
 from lantern_hpu.serve import answers, process
 from lantern_hpu.serve import app as middleware
 from lantern_hpu.serve.app import make_app, own_path

@@ -21,7 +21,7 @@ from lantern_hpu.errors import InvalidImageError
 from lantern_hpu.methods.relaxation import Multiplicative
 from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.results.png import read_png
+from lantern_hpu.results.images import read_png
 from lantern_hpu.tree import DraftTree, DynamicTree, Tree, load_static, load_tree
 from tests.emulated import emulated, rules
 from tests.marks import mostly_slow

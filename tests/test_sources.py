@@ -17,9 +17,14 @@ from lantern_hpu import LanternPipeline, Request
 from lantern_hpu.core import SourcePicture
 from lantern_hpu.errors import OptionError
 from lantern_hpu.models.text.frames import reads_pictures
-from lantern_hpu.results import picture_files, sources
-from lantern_hpu.results.picture_files import MOST_PARTS, MOST_SCANS
-from lantern_hpu.results.sources import MOST_PIXELS, read_picture, sources_of
+from lantern_hpu.results import sources
+from lantern_hpu.results.sources import (
+    MOST_PARTS,
+    MOST_PIXELS,
+    MOST_SCANS,
+    read_picture,
+    sources_of,
+)
 
 
 def picture(height: int = 32, width: int = 48, mode: str = "RGB") -> Image.Image:
@@ -246,7 +251,7 @@ def test_profiles_that_change_nothing_leave_the_numbers() -> None:
     srgb = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
     for kept in (srgb, b"no profile", profile(space=b"GRAY"), b""):
         assert read_picture(encoded(image, "PNG", icc_profile=kept)) == want
-    large = b"x\0\0" + zlib.compress(bytes(picture_files.MOST_PROFILE + 1))
+    large = b"x\0\0" + zlib.compress(bytes(sources.MOST_PROFILE + 1))
     assert read_picture(whole_rows(chunk(b"iCCP", large))) == want
     second = chunk(b"iCCP", b"x\0\0" + zlib.compress(profile()))  # there may be one alone
     assert read_picture(whole_rows(chunk(b"iCCP", large), second)) == want
@@ -423,7 +428,7 @@ def test_promise_a_decoder_sees_no_more_than_pixels_need(
 @pytest.mark.parametrize(("subsampling", "samples"), [(0, 3.0), (2, 1.5)])
 def test_coefficients_are_counted(progressive: bool, subsampling: int, samples: float) -> None:
     data = encoded(picture(64, 64), "JPEG", progressive=progressive, subsampling=subsampling)
-    counted = picture_files.open_parts(data).coefficients
+    counted = sources.open_parts(data).coefficients
     assert counted == 2 * 64 * 64 * samples * progressive
 
 
@@ -439,7 +444,7 @@ def test_parts_of_a_jpeg_are_enough_for_its_pixels() -> None:
         for mode in ("RGB", "L", "CMYK"):
             beside: dict[str, Any] = {"comment": b"x" * 500, "exif": b"Exif\0\0" + tagged()}
             data = encoded(picture(80, 100, mode), "JPEG", **how, **beside)
-            stripped = picture_files.open_parts(data).data
+            stripped = sources.open_parts(data).data
             assert len(stripped) < len(data)
             with Image.open(io.BytesIO(data)) as whole, Image.open(io.BytesIO(stripped)) as some:
                 assert whole.tobytes() == some.tobytes() and whole.mode == some.mode

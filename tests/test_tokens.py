@@ -13,7 +13,7 @@ from PIL import Image
 
 from lantern_hpu.commands import generate
 from lantern_hpu.commands import pixels as decode
-from lantern_hpu.results.png import read_png
+from lantern_hpu.results.images import read_png
 
 TEXT, EMU3 = "llamagen-t2i-256", "emu3"
 TARGET, TOKENIZER = "t2i_XL_stage1_256.pt", "vq_ds16_t2i.pt"

@@ -19,7 +19,7 @@ from lantern_hpu.methods import tuned_trees
 from lantern_hpu.methods.relaxation import EXACT, Multiplicative
 from lantern_hpu.methods.setting import Resolved
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.results.png import read_png
+from lantern_hpu.results.images import read_png
 from lantern_hpu.results.progress import ProgressBar
 from lantern_hpu.tree import DraftTree, load_static
 from lantern_lab.commands import tune as command

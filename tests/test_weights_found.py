@@ -25,7 +25,7 @@ from lantern_hpu.models.files.load import open_model
 from lantern_hpu.models.files.names import PartOverrides, read_config
 from lantern_hpu.models.model import ImageModel, Placement, open_table
 from lantern_hpu.models.text.tokens import load_tokenizer
-from lantern_hpu.results.saved_tokens import read_saved_tokens
+from lantern_hpu.results.outputs import read_saved_tokens
 from lantern_hpu.zoo.find import find_parts
 from lantern_lab.train.unroll import read_encoded, read_samples
 from tests.tiny import tiny_config

@@ -41,7 +41,7 @@ from lantern_hpu.methods.relaxation import EXACT, Relaxation
 from lantern_hpu.methods.setting import WINDOWS, Resolved, Setting, lacks_drafter, setting_of
 from lantern_hpu.models.files.names import PartOverrides
 from lantern_hpu.models.text.frames import check_sources, no_negative, takes_negative
-from lantern_hpu.results.png import drawn_otherwise, is_cut_off, read_png
+from lantern_hpu.results.images import drawn_otherwise, is_cut_off, read_png
 from lantern_hpu.results.prompts import numbered_prompts
 from lantern_hpu.results.sources import read_picture
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
     from lantern_hpu.models.files.load import OpenedModel
-    from lantern_hpu.results.saved_tokens import SavedTokens
+    from lantern_hpu.results.outputs import SavedTokens
 
 
 CONTAINERS = (".npy", ".npz", SAFE, *PICKLES)
@@ -63,7 +63,7 @@ def read_tokens(path: Path, config: TransformerConfig) -> SavedTokens:
     Raises:
         OptionError, WeightsError: they cannot be read.
     """
-    from lantern_hpu.results.saved_tokens import SavedTokens
+    from lantern_hpu.results.outputs import SavedTokens
 
     if not path.is_dir():
         return read_file(path, config)
@@ -84,7 +84,7 @@ def read_tokens(path: Path, config: TransformerConfig) -> SavedTokens:
 
 
 def read_file(path: Path, config: TransformerConfig) -> SavedTokens:
-    from lantern_hpu.results.saved_tokens import read_saved_tokens
+    from lantern_hpu.results.outputs import read_saved_tokens
 
     held = held_arrays(path)
     fitting = {name: fit for name in held if (fit := picture_rows(held[name], config)) is not None}
@@ -101,7 +101,7 @@ def read_file(path: Path, config: TransformerConfig) -> SavedTokens:
 def held_arrays(path: Path) -> dict[str, NDArray[Any]]:
     """The arrays of a file by name, of a file of torch those of whole numbers; `codes` is the one of no name."""
     from lantern_hpu.models.files.checkpoint import load_pickle, open_safetensors
-    from lantern_hpu.results.saved_tokens import read_arrays
+    from lantern_hpu.results.outputs import read_arrays
 
     if path.suffix not in (SAFE, *PICKLES):
         return read_arrays(path)
@@ -235,8 +235,8 @@ def decoded(
 
 def decode_saved(args: argparse.Namespace) -> str:
     """The whole command after parsing. -> what was done"""
+    from lantern_hpu.results.images import encode, with_metadata
     from lantern_hpu.results.outputs import image_files
-    from lantern_hpu.results.png import encode, with_metadata
 
     given, device = options.from_args(PartOverrides, args), options.from_args(DeviceOptions, args)
     if not os.path.exists(args.tokens):

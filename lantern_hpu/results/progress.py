@@ -14,8 +14,7 @@ from tqdm import tqdm
 from lantern_hpu.console import Console
 from lantern_hpu.core import Event
 from lantern_hpu.files import write_file
-from lantern_hpu.results.images import grid
-from lantern_hpu.results.png import encode
+from lantern_hpu.results.images import encode, grid
 
 LINES = 4  # of a log, after the first
 SILENT = 2.0  # seconds of a warm-up that say nothing

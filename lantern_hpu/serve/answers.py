@@ -17,7 +17,7 @@ from typing import Any
 from lantern_hpu.core import REPORTED
 from lantern_hpu.errors import needing
 from lantern_hpu.methods.setting import METHODS
-from lantern_hpu.results.png import encode
+from lantern_hpu.results.images import encode
 from lantern_hpu.serve import protocol
 from lantern_hpu.serve.bodies import CLOSED
 from lantern_hpu.serve.calls import ParsedRequest

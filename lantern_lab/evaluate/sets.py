@@ -14,8 +14,7 @@ from PIL import Image
 from lantern_hpu.core import check_text
 from lantern_hpu.errors import Arg, OptionError, choices, words
 from lantern_hpu.files import parse_json, read_text, write_file
-from lantern_hpu.results.images import grid
-from lantern_hpu.results.png import encode
+from lantern_hpu.results.images import encode, grid
 from lantern_hpu.results.prompts import numbered_prompts
 
 

@@ -38,7 +38,7 @@ from lantern_hpu.ops.buffers import additive_mask, causal_mask, prefix_mask
 from lantern_hpu.ops.kv_cache import GrowingCache
 from lantern_hpu.ops.sampling import apply_guidance, to_probs
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.results.saved_tokens import read_arrays
+from lantern_hpu.results.outputs import read_arrays
 from lantern_hpu.tree import DraftTree
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from lantern_hpu import LanternPipeline
 from lantern_hpu.files import write_file
-from lantern_hpu.results.png import encode
+from lantern_hpu.results.images import encode
 
 PROMPTS = (
     "a red apple",

@@ -33,7 +33,7 @@ from tqdm import tqdm
 from lantern_hpu.files import write_file
 from lantern_hpu.models.config import VQConfig
 from lantern_hpu.models.vq import VQModel
-from lantern_hpu.results.png import encode
+from lantern_hpu.results.images import encode
 from scripts.embedded_model.picture_losses import (
     PatchDiscriminator,
     PerceptualLoss,
