@@ -78,7 +78,7 @@ def pipeline(model: Path) -> LanternPipeline:
 def public(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every published format, small; tests only read it."""
     pytest.importorskip("transformers")
-    from scripts.checkpoints.synthetic import write_all
+    from tests.checkpoints.synthetic import write_all
     from tests.folder import made_once
 
     return made_once(tmp_path_factory, "public", write_all)

@@ -9,6 +9,7 @@ import pytest
 from safetensors.torch import save_file
 
 from lantern_hpu.errors import WeightsError
+from lantern_lab.embedded.train_attributes import spoil
 from lantern_lab.evaluate.attributes import (
     ATTRIBUTES,
     SIDE,
@@ -20,7 +21,6 @@ from lantern_lab.evaluate.attributes import (
 )
 from lantern_lab.evaluate.scorer_builtin import CAPTIONS
 from lantern_lab.scenes import Noise, Picture, caption_of, paint_picture, sample_scene
-from scripts.embedded_model.train_attributes import spoil
 
 
 def test_captions_say_what_the_scene_shows() -> None:

@@ -41,8 +41,8 @@ from lantern_lab.bench.columns import PARTS, SpeedRow, tables, with_speeds
 from lantern_lab.bench.measure import RunMeter
 from lantern_lab.bench.report import KIND, VERSION
 from lantern_lab.commands import bench
+from lantern_lab.measure import floors
 from lantern_lab.reports import check_report, read_report, schema, schema_errors
-from scripts.measure import floors
 
 Report = dict[str, Any]
 ROOT = Path(__file__).parent.parent

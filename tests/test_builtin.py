@@ -17,7 +17,7 @@ from lantern_hpu.models.files.names import read_config
 from lantern_hpu.models.vq import VQModel
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import GenerationResult, tokens_per_step
-from scripts.embedded_model.pictures import FRESH, painted, to_float
+from lantern_lab.embedded.pictures import FRESH, painted, to_float
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent

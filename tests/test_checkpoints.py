@@ -1,7 +1,7 @@
 """Public checkpoints: every published format loads whole or not at all, computes what its authors' code computes, and
 draws.
 
-The files are written by `scripts/checkpoints/synthetic.py` from the formats' descriptions, the right answers come
+The files are written by `tests/checkpoints/synthetic.py` from the formats' descriptions, the right answers come
 from `tests/numpy_twins.py`; neither knows the loader.
 """
 

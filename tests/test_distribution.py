@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +13,6 @@ from lantern_hpu.pipeline import LanternPipeline
 from lantern_lab.verify.ask import Asked
 from lantern_lab.verify.distribution import binned_tv, chance_of, measure, placed
 from lantern_lab.verify.items import Stage
-from scripts.measure import law
 
 SEEDS = 128
 
@@ -82,15 +79,3 @@ def test_places_of_exact_draws_are_uniform_and_others_are_not() -> None:
     assert chance_of(exact) > 1e-3 and binned_tv(exact) < 0.02
     assert chance_of(sharper) < 1e-9 and binned_tv(sharper) > 0.1
     assert not placed(torch.tensor([[[1.0, 0.0]]]), torch.tensor([[1]]), generator)[1].any()
-
-
-def test_the_script_ends_with_1_where_a_lossless_method_is_not(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "law.json"
-    words = ["law", "--model", str(model), "--device", "cpu"]
-    words += ["--seeds", str(SEEDS), "--relaxed", ""]
-    for methods, code in (("ar", 0), ("ar,scd:tv=1@4", 1)):
-        monkeypatch.setattr(sys, "argv", [*words, "--method", methods, "--output", str(file)])
-        assert law.main() == code
-    assert [row["row"] for row in json.loads(file.read_text())["rows"]] == ["ar", "scd:tv=1@4"]

@@ -15,8 +15,8 @@ import torch
 
 from gaudi_emulator.lint.command import main
 from lantern_hpu.cli import module_of
+from lantern_lab.measure.gaudi_counts import GRAPHS, table
 from scripts.docs.reference_pages import gaudi_flags
-from scripts.measure.gaudi_counts import GRAPHS, table
 from tests import plain_user
 from tests.folder import write_folder
 

@@ -1,6 +1,6 @@
 """GLM-Image: equal to transformers' own class on small random weights, in sizes by request, with pixels by diffusers.
 
-The files are those of `scripts/checkpoints/glm_image.py`; the loader does not know them, transformers wrote them.
+The files are those of `tests/checkpoints/glm_image.py`; the loader does not know them, transformers wrote them.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +11,10 @@ from PIL import Image
 
 from lantern_hpu.backends.cpu import native
 from lantern_hpu.commands.generate import main
+from lantern_hpu.core import Request
+from lantern_hpu.decode.engine import Engine
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import read_png
-from scripts.measure import batches
 from tests.marks import mostly_slow
 
 needs_library = pytest.mark.skipif(not native.isa(), reason=native.open_library()[1])
@@ -53,25 +54,43 @@ def test_resuming_at_another_batch_size_gives_the_same_files(model: Path, tmp_pa
         assert one.tobytes() == two.tobytes()
 
 
-WAYS = "closed-2,open-2,server-2"
+def cache_of(engine: Engine, slot: int) -> list[torch.Tensor]:
+    """The committed keys and values of a slot's rows, without those that are still to be moved."""
+    config, spec = engine.target.config, engine.spec
+    end = config.prefix + config.tokens - 2 * spec.max_step_tokens
+    rows = [slot, slot + spec.images] if spec.guidance else [slot]
+    return [
+        part.cpu()[rows, :end] for layer in engine.state.kv_cache.layers for part in layer.read()
+    ]
 
 
 @needs_library
-def test_images_are_counted_however_they_are_drawn(model: Path, tmp_path: Path) -> None:
-    """And drawn once: a second run adds what lacks."""
-    file = tmp_path / "counted.json"
-    asked = ["--model", str(model), "--layouts", "native", "--method", "ar,scd@2", "--output"]
-    assert batches.main([*asked, str(file), "--num-images", "3", "--ways", "closed-2"]) == 0
-    first = json.loads(file.read_text())["images"]["native ar"]["closed-2"]
-    assert batches.main([*asked, str(file), "--num-images", "4", "--ways", WAYS]) == 0
-    found = json.loads(file.read_text())
-    assert {row["way"] for row in found["rows"]} == {"closed-1", *WAYS.split(",")}
-    assert len(found["rows"]) == 8
-    for row in found["rows"]:
-        assert row["images"] == 4 and row["tokens_differ"] == row["pixels_differ"] == 0
-        assert row["bits_differ"] == (0 if row["way"].startswith("closed") else None)
-    drawn = found["images"]["native ar"]["closed-2"]
-    assert {number: drawn[number] for number in first} == first and len(drawn) == 4
+@pytest.mark.parametrize("method", ["ar", "scd@2", "lantern++@broad_7"])
+def test_bits_of_an_image_do_not_depend_on_its_batch(
+    pipeline: LanternPipeline, method: str
+) -> None:
+    """Tokens, pixels, and every key and value in the cache of any layer; in open batches slots are taken again."""
+    setting = pipeline.resolve(method)
+    requests = [
+        Request("a red cat", seed, pipeline.model.sampling, setting.relaxation) for seed in range(4)
+    ]
+    alone: list[tuple[list[int], bytes, list[torch.Tensor]]] = []
+    for size, is_open in ((1, False), (2, False), (2, True)):
+        spec = replace(pipeline.spec(requests, setting.tree, size), open=is_open)
+        engine = pipeline.engines.get(spec)
+        pipeline.warm_up(engine, requests[0])
+        step = len(requests) if is_open else size
+        for first in range(0, len(requests), step):
+            for index, done in pipeline.stream(engine, requests[first : first + step]):
+                picture = pipeline.picture(done)
+                assert picture is not None
+                # A closed batch fills its slots in order
+                cache = [] if is_open else cache_of(engine, index)
+                if size == 1:
+                    alone.append((done.token_ids.tolist(), picture.tobytes(), cache))
+                tokens, pixels, bits = alone[first + index]
+                assert done.token_ids.tolist() == tokens and picture.tobytes() == pixels
+                assert all(map(torch.equal, cache, bits))
 
 
 def test_a_picture_is_drawn_again_by_its_kernels(model: Path, tmp_path: Path) -> None:

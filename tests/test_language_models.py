@@ -1,6 +1,6 @@
 """Language models that draw: each equals transformers' own class on small random weights, and draws by every method.
 
-The files are those of `scripts/checkpoints/language_models.py`; the loader does not know them, transformers wrote them.
+The files are those of `tests/checkpoints/language_models.py`; the loader does not know them, transformers wrote them.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from lantern_hpu.zoo.find import find_parts
 from lantern_lab.train.drafter_training import like_the_target
 from lantern_lab.train.unroll import Lesson, Unrolled
 from lantern_lab.verify.distribution import measure
-from scripts.checkpoints.files import write_shards
 from scripts.serving import serving
+from tests.checkpoints.files import write_shards
 from tests.marks import mostly_slow
 from tests.published import (
     ANOLE,
@@ -556,7 +556,7 @@ def test_logits_are_those_of_transformers(public: Path, name: str) -> None:
 @pytest.mark.parametrize("names", [(JANUS, HUB_JANUS), (EMU3, AUTHORS_EMU3)])
 def test_both_layouts_hold_the_same_model(tmp_path: Path, names: tuple[str, str]) -> None:
     """The authors' file and transformers' of one seed load into equal tensors."""
-    from scripts.checkpoints.synthetic import WRITERS
+    from tests.checkpoints.synthetic import WRITERS
 
     for name in names:
         WRITERS[name](tmp_path / name, torch.Generator().manual_seed(3))

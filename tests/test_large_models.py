@@ -18,8 +18,8 @@ import pytest
 
 from lantern_hpu.models.config import ModelConfig
 from lantern_hpu.zoo.registry import entries
-from scripts.checkpoints.emu35 import TOKENS
-from scripts.checkpoints.language_models import write_words
+from tests.checkpoints.emu35 import TOKENS
+from tests.checkpoints.language_models import write_words
 
 Shapes = dict[str, tuple[int, ...]]
 # Runs in a process of its own: VmData has what is allocated, and what is mapped of the files

@@ -13,7 +13,7 @@ from lantern_hpu.models.files.names import PartOverrides
 from lantern_hpu.models.transformer import Drafter
 from lantern_hpu.plan.floors import Rates, StepPasses, launches, projected
 from lantern_hpu.plan.requirements import accelerators, find_model
-from scripts.measure.launches import Launches, count_step, engine_of, model_config
+from lantern_lab.measure.launches import Launches, count_step, engine_of, model_config
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")
 

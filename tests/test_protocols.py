@@ -444,7 +444,7 @@ def test_preset_lantern_scores_a_synthetic_llamagen(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The published format, T5 and drafter, drawn by two of the preset's rows; CLIP by transformers."""
-    from scripts.checkpoints import synthetic
+    from tests.checkpoints import synthetic
 
     synthetic.write_all(tmp_path / "public", only={"llamagen-t2i-256"})
     clip, out, file = tiny_clip(tmp_path / "clip"), tmp_path / "out", tmp_path / "captions.json"

@@ -17,25 +17,25 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch.nn import functional
 
+from lantern_lab.embedded import training
+from lantern_lab.embedded.picture_losses import PerceptualLoss, balanced
+from lantern_lab.embedded.pictures import Stream, noise, painted, to_float
+from lantern_lab.embedded.training import Learner, Muon, Run
 from lantern_lab.evaluate.attributes import Classifier
 from lantern_lab.scenes import caption_of, paint_picture, sample_scene
-from scripts.embedded_model import training
-from scripts.embedded_model.picture_losses import PerceptualLoss, balanced
-from scripts.embedded_model.pictures import Stream, noise, painted, to_float
-from scripts.embedded_model.training import Learner, Muon, Run
 
 ROOT = Path(__file__).parent.parent
 TARGET = "train_target --dim 64 --layers 1 --batch 4 --accumulate 1 --measured 8"
 STAGES = (
-    "scripts.embedded_model.train_tokenizer --steps 2 --warm-up 1 --batch 4 --measured 8 --codebook-pictures 64",
-    f"scripts.embedded_model.{TARGET} --minutes 0.02",
-    f"scripts.embedded_model.{TARGET} --minutes 0.04 --resume",
-    "scripts.embedded_model.export --output model",
-    "scripts.embedded_model.scene_tokens --pictures 34",
+    "lantern_lab.embedded.train_tokenizer --steps 2 --warm-up 1 --batch 4 --measured 8 --codebook-pictures 64",
+    f"lantern_lab.embedded.{TARGET} --minutes 0.02",
+    f"lantern_lab.embedded.{TARGET} --minutes 0.04 --resume",
+    "lantern_lab.embedded.export --output model",
+    "lantern_lab.embedded.scene_tokens --pictures 34",
     "lantern_hpu train drafter --model model --data prompts.txt --tokens data/scenes.npz --samples 0 "
     "--steps 2 --batch 1 --measured 1 --aux-layers 0 --output drafter",
-    "scripts.embedded_model.export --drafter drafter --only drafter --output model",
-    "scripts.embedded_model.export --drafter drafter --output model",
+    "lantern_lab.embedded.export --drafter drafter --only drafter --output model",
+    "lantern_lab.embedded.export --drafter drafter --output model",
 )
 
 
@@ -66,7 +66,7 @@ def test_all_stages_run_one_after_the_other(tmp_path: Path) -> None:
 def codes_are_kept(folder: Path) -> None:
     """A decoder that is trained anew on the model's codes leaves encoder and codebook as they are."""
     kept = "--keep-codes --start model --steps 3 --batch 4 --measured 16 --adversarial-from 0.3"
-    run(folder, "scripts.embedded_model.train_tokenizer", *kept.split(), "--data-dir", "finer")
+    run(folder, "lantern_lab.embedded.train_tokenizer", *kept.split(), "--data-dir", "finer")
     old = load_file(folder / "model" / "vq.safetensors")
     new = load_file(folder / "finer" / "tokenizer.safetensors")
     changed = {name for name, weight in old.items() if not torch.equal(new[name].half(), weight)}
@@ -75,7 +75,7 @@ def codes_are_kept(folder: Path) -> None:
     curve = json.loads((folder / "finer" / "runs" / "tokenizer" / "curve.json").read_text())
     assert curve[-1]["step"] == 3 and curve[-1]["training_discriminator"] > 0
     target = (folder / "model" / "target.safetensors").read_bytes()
-    export = ["scripts.embedded_model.export", "--only", "tokenizer", "--output", "model"]
+    export = ["lantern_lab.embedded.export", "--only", "tokenizer", "--output", "model"]
     run(folder, *export, "--data-dir", "finer")
     assert (folder / "model" / "target.safetensors").read_bytes() == target
     decoder = load_file(folder / "model" / "vq.safetensors")["decoder.conv_out.weight"]
@@ -89,7 +89,7 @@ def test_the_attribute_network_resumes_to_the_same_weights(tmp_path: Path) -> No
     def trained(folder: str, *options: str) -> dict[str, torch.Tensor]:
         sizes = "--pictures 64 --batch 16 --epochs 2 --measured 70 --threads 1".split()
         place = ["--data-dir", folder, "--output", f"{folder}.safetensors"]
-        run(tmp_path, "scripts.embedded_model.train_attributes", *sizes, *place, *options)
+        run(tmp_path, "lantern_lab.embedded.train_attributes", *sizes, *place, *options)
         return load_file(tmp_path / f"{folder}.safetensors")
 
     whole = trained("whole")
@@ -201,7 +201,7 @@ def test_a_card_is_measured_by_one_command(
     """Each command is one that the program takes, and makes its file; what is there is not made again."""
     from lantern_lab.commands import stretch
     from lantern_lab.commands.bench import bench_request, make_parser
-    from scripts.measure import card
+    from lantern_lab.measure import card
 
     ran: list[list[str]] = []
     code = 0
@@ -231,7 +231,7 @@ def test_a_card_is_measured_by_one_command(
 def test_what_was_renewed_is_left_out_the_next_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from scripts.measure import renew
+    from lantern_lab.measure import renew
 
     ran: list[str] = []
     monkeypatch.setattr(renew, "run", lambda task, work: ran.append(task.command))

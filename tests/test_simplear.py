@@ -88,7 +88,7 @@ def test_greedy_tokens_are_those_of_transformers(public: Path, setting: Setting)
 
 def tokenizer_twin(folder: Path) -> nn.Module:
     """In float64."""
-    from scripts.checkpoints.simplear import cosmos_decoder
+    from tests.checkpoints.simplear import cosmos_decoder
 
     twin = cosmos_decoder(torch.Generator())
     file = open_checkpoint(folder / "decoder.jit")

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from lantern_hpu.models.config import VQConfig
 from lantern_hpu.models.vq import VQModel
-from scripts.checkpoints import chameleon, llamagen, synthetic
-from scripts.checkpoints import files as synthetic_files
 from tests import numpy_twins as twins
+from tests.checkpoints import chameleon, llamagen, synthetic
+from tests.checkpoints import files as synthetic_files
 
 RNG = np.random.default_rng(0)
 NAMES = ["llamagen-t2i-256", "llamagen-t2i-512", "anole", "anole-hub"]

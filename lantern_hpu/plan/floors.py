@@ -97,7 +97,7 @@ def floor(model: ModelConfig, passes: StepPasses, rows: int, rates: Rates) -> Fl
     return Floor(draft, max(read, multiply), "bandwidth" if read >= multiply else "arithmetic")
 
 
-# Kernels of a captured step on CUDA, in parts; `scripts.measure.launches` counts the whole, and a test compares
+# Kernels of a captured step on CUDA, in parts; `lantern_lab.measure.launches` counts the whole, and a test compares
 LAYER, LONG_LAYER = 8, 10  # of a layer; of one whose cache is longer than this
 LONG = 512
 PLAIN_STEP, DRAFTED, DRAFT_PASS = 12, 24, 17  # of `ar`; what drafts add; of a pass of the drafter

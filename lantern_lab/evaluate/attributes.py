@@ -1,6 +1,6 @@
 """Attributes of painted pictures: of a scene, as its caption names them, and as a small network classifies pixels.
 
-`python -m scripts.embedded_model.train_attributes` trains the network on the generator of `lantern_lab.scenes`; its
+`python -m lantern_lab.embedded.train_attributes` trains the network on the generator of `lantern_lab.scenes`; its
 weights and error are in `assets/attributes.safetensors`. The 64 numbers before its heads are the features by which
 drawn pictures are compared with fresh ones: the network also classifies how a picture was spoilt (blur, noise,
 compression, misplaced patches), so the features depend on finish as well as content.
@@ -43,7 +43,7 @@ from lantern_lab.scenes.scene import (
 SIDE = 64  # pixels, of the network's input
 FEATURES = 64
 WEIGHTS = ASSETS / "attributes.safetensors"
-RETRAIN = "python -m scripts.embedded_model.train_attributes"
+RETRAIN = "python -m lantern_lab.embedded.train_attributes"
 NOTHING = "nothing"
 ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "terrain": (*LANDS, "table"),

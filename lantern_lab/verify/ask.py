@@ -286,7 +286,7 @@ class Asked:
         return "confirmed", f"compiled whole with {CUTS_REFUSED}=0", {}
 
     def distribution(self, item: str) -> Answer:
-        """The short form of `scripts.measure.law`."""
+        """First tokens of many seeds against the exact distribution of the plain model."""
         if self.no_card:
             return "unanswered", "no card is here, and hundreds of images are drawn", {}
         setting = self.pipeline.resolve(item)

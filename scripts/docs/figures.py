@@ -7,7 +7,7 @@
 
 A page marks a table with the comments `figures: FILE.json` and `end of figures`; the file lies in
 benchmarks/results. After it a graph mode may follow, in place of the best one, `batches` for a column a batch size,
-`pictures` for what `evaluate` measured, `tv` for what `scripts.measure.frontier` did, or `race`.
+`pictures` for what `evaluate` measured, `tv` for what `lantern_lab.measure.frontier` did, or `race`.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Generator
 
-from scripts.checkpoints.files import (
+from tests.checkpoints.files import (
     byte_pieces,
     fill,
     write_byte_tokenizer,

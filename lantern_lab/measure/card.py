@@ -1,7 +1,7 @@
 """The raw files of a card's page: speed at LlamaGen-XL's sizes, one image and eight, in the card's best graph mode.
 
-    python -m scripts.measure.card --name rtx3090     # xl-rtx3090.json and xl-rtx3090-batches.json
-    python -m scripts.measure.card --device cpu --model builtin --num-images 1 --output tried
+    python -m lantern_lab.measure.card --name rtx3090     # xl-rtx3090.json and xl-rtx3090-batches.json
+    python -m lantern_lab.measure.card --device cpu --model builtin --num-images 1 --output tried
 
 It widens the embedded model (with `--model` it takes another one as it is), and measures settings in turns. A file that
 is there is not made again. Nothing else should run meanwhile.
@@ -17,8 +17,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from scripts import ROOT
-
+ROOT = Path(__file__).parents[2]
 SIZES = "llamagen-xl"
 SETTINGS = "ar,scd@8,scd@16,eagle@chain,eagle@naive_extend_57,lantern++@chain"
 XL = "xl"  # the folder of the widened model

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Generator
 
-from scripts.checkpoints.chameleon import VQGAN, attention, taming_shapes
-from scripts.checkpoints.files import State, draw_all, fill, write_json, write_pickle, write_shards
-from scripts.checkpoints.language_models import write_words
+from tests.checkpoints.chameleon import VQGAN, attention, taming_shapes
+from tests.checkpoints.files import State, draw_all, fill, write_json, write_pickle, write_shards
+from tests.checkpoints.language_models import write_words
 
 VOCABULARY, CODES = 282926, 131072
 TOKENS = {"<|endoftext|>": 151643, "<|im_start|>": 151644, "<|im_end|>": 151645}

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Generator
 
-from scripts.checkpoints.files import (
+from tests.checkpoints.files import (
     Shapes,
     State,
     byte_pieces,
@@ -23,8 +23,8 @@ from scripts.checkpoints.files import (
     write_safetensors,
     write_shards,
 )
-from scripts.checkpoints.language_models import write_words
-from scripts.checkpoints.llamagen import drafter_shapes, write_neighbours
+from tests.checkpoints.language_models import write_words
+from tests.checkpoints.llamagen import drafter_shapes, write_neighbours
 
 IMAGE_CODES, FIRST_IMAGE, VOCABULARY = 8192, 4, 65536
 BOS, PAD, EOS, EOI, BOI, IMAGE = 0, 1, 2, 8196, 8197, 8711

@@ -1,10 +1,10 @@
 """Put the trained parts into a model folder: the one embedded in the package, or any other.
 
-    python -m scripts.embedded_model.export --data-dir data --output data/model
+    python -m lantern_lab.embedded.export --data-dir data --output data/model
     lantern-hpu train drafter --model data/model --data data/prompts.txt --output data/drafter
-    python -m scripts.embedded_model.export --data-dir data --drafter data/drafter --output lantern_hpu/assets/builtin
-    python -m scripts.embedded_model.export --data-dir data --only tokenizer --output lantern_hpu/assets/builtin
-    python -m scripts.embedded_model.export --drafter data/drafter --only drafter --output lantern_hpu/assets/builtin
+    python -m lantern_lab.embedded.export --data-dir data --drafter data/drafter --output lantern_hpu/assets/builtin
+    python -m lantern_lab.embedded.export --data-dir data --only tokenizer --output lantern_hpu/assets/builtin
+    python -m lantern_lab.embedded.export --drafter data/drafter --only drafter --output lantern_hpu/assets/builtin
 
 The last two replace one part of a model folder and leave the rest: a tokenizer that was trained with `--keep-codes`, a
 drafter that was trained for the folder's target.
@@ -28,7 +28,7 @@ from lantern_hpu.files import write_file
 from lantern_hpu.models.config import DrafterConfig, TransformerConfig
 from lantern_hpu.models.files.names import CONFIG, DRAFTER, DRAFTER_WEIGHTS, TARGET
 from lantern_hpu.models.transformer import Drafter
-from scripts.embedded_model.train_tokenizer import LEARNT_FROM_CODES
+from lantern_lab.embedded.train_tokenizer import LEARNT_FROM_CODES
 
 
 def read_json(file: Path) -> Any:

@@ -1,6 +1,6 @@
 """Train the network that tells what a painted picture shows: `lantern_lab/evaluate/attributes.py`.
 
-    python -m scripts.embedded_model.train_attributes --data-dir data
+    python -m lantern_lab.embedded.train_attributes --data-dir data
 
 paints pictures, each in a process of its own while the network already learns from those there are, and goes over
 them again; half of them are spoilt, by one of four means that the network has to name, as drawn pictures are. Writes
@@ -27,6 +27,8 @@ from safetensors.torch import save
 from tqdm import tqdm
 
 from lantern_hpu.files import write_file
+from lantern_lab.embedded.pictures import FRESH, Stream, noise
+from lantern_lab.embedded.training import Run, native_bfloat16, parse
 from lantern_lab.evaluate.attributes import (
     ATTRIBUTES,
     SIDE,
@@ -39,8 +41,6 @@ from lantern_lab.evaluate.attributes import (
     to_network,
 )
 from lantern_lab.scenes import paint_picture
-from scripts.embedded_model.pictures import FRESH, Stream, noise
-from scripts.embedded_model.training import Run, native_bfloat16, parse
 
 NONE = -100  # what cross_entropy leaves out
 FIRST = 5 * 10**8  # pictures of no other training

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from scripts.checkpoints.files import fill
-from scripts.checkpoints.language_models import write_words
+from tests.checkpoints.files import fill
+from tests.checkpoints.language_models import write_words
 
 VOCABULARY, FIRST = 215672, 151672
 TOKENS = {"<|endoftext|>": 151643, "<|t2i|>": 151665, "<|soi|>": 151667, "<|eoi|>": 151668}

@@ -1,6 +1,6 @@
 """Write small random checkpoints in the public formats, to try loaders without downloading anything.
 
-    python -m scripts.checkpoints.synthetic DIR [--seed 0] [--force]
+    python -m tests.checkpoints.synthetic DIR [--seed 0] [--force]
 
 Names, containers, dtypes and file layouts are those of the published files; sizes are tiny. Head width (64, and 100 in
 the 3B file), vocabulary layout (Chameleon's 65536 ids), classes, caption slots and grids are real. Needs transformers,
@@ -17,7 +17,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[2]))  # for who runs it by its path
 
-from scripts.checkpoints import (
+from tests.checkpoints import (
     chameleon,
     emu35,
     glm_image,

@@ -1,6 +1,6 @@
 """Painted scenes as the embedded model's tokenizer encodes them: what a drafter learns from without any drawing.
 
-    python -m scripts.embedded_model.scene_tokens --data-dir data --pictures 4000 --output data/scenes.npz
+    python -m lantern_lab.embedded.scene_tokens --data-dir data --pictures 4000 --output data/scenes.npz
     lantern-hpu train drafter --tokens data/scenes.npz --samples 0 ...
 
 The target of the same training saw none of these pictures, unless it was shown a hundred million.
@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 from lantern_hpu.files import write_file
-from scripts.embedded_model.pictures import encoded, load_tokenizer
+from lantern_lab.embedded.pictures import encoded, load_tokenizer
 
 FIRST = 10**8  # picture; trainings of targets count from 0
 BATCH = 32

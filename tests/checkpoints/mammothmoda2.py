@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Generator
 
-from scripts.checkpoints.files import Shapes, draw_all, write_json, write_shards
-from scripts.checkpoints.language_models import write_words
+from tests.checkpoints.files import Shapes, draw_all, write_json, write_shards
+from tests.checkpoints.language_models import write_words
 
 WORDS, IMAGE_TOKENS = 152064, 32800
 DIM, INNER, LAYERS, FIRST, HEADS, KV = 32, 64, 4, 2, 2, 1

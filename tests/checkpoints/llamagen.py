@@ -17,7 +17,7 @@ from torch import Generator, Tensor
 
 from lantern_hpu.models.config import VQConfig
 from lantern_hpu.models.vq import VQModel
-from scripts.checkpoints.files import (
+from tests.checkpoints.files import (
     WORDS,
     Shapes,
     draw_all,

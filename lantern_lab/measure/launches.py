@@ -1,7 +1,7 @@
 """How many kernels a step launches on CUDA, counted on any machine: a captured graph holds as many.
 
-    python -m scripts.measure.launches --device cuda --method ar,scd@16,eagle@chain
-    python -m scripts.measure.launches --model llamagen-t2i-256 --operators
+    python -m lantern_lab.measure.launches --device cuda --method ar,scd@16,eagle@chain
+    python -m lantern_lab.measure.launches --model llamagen-t2i-256 --operators
 
 runs the step on tensors without storage. An operator of torch counts as the kernels that it launches on a card: views
 and empty tensors none, most one, some more (`EXTRA`). The backend's own kernels count where they are launched. These

@@ -1,6 +1,6 @@
 """A step of LlamaGen-XL's sizes by this package and by programs that processors are served with, in one run.
 
-    python -m scripts.measure.peers --environment peers --output peers.json
+    python -m lantern_lab.measure.peers --environment peers --output peers.json
 
 Each program runs in a process of its own, with the same sizes, random bfloat16 weights (or those of 8 or 4 bits that
 its name says), two rows (guidance), 300 positions known of each, and logits of all tokens. They take turns, as a
@@ -285,7 +285,7 @@ def measure(name: str, environment: Path) -> dict[str, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("scripts.measure.peers", description=__doc__)
+    parser = argparse.ArgumentParser("lantern_lab.measure.peers", description=__doc__)
     parser.add_argument(
         "--environment", type=Path, default=Path("peers"), help="folder of the others' environments"
     )

@@ -115,11 +115,11 @@ def to_float(pixels: NDArray[np.uint8]) -> Tensor:
 
 
 def load_tokenizer(data_dir: Path) -> VQModel:
-    """The tokenizer that scripts/embedded_model/train_tokenizer.py wrote."""
+    """The tokenizer that lantern_lab/embedded/train_tokenizer.py wrote."""
     path = data_dir / "tokenizer.safetensors"
     if not path.exists():
         raise SystemExit(
-            f"{path} is missing: run python -m scripts.embedded_model.train_tokenizer first"
+            f"{path} is missing: run python -m lantern_lab.embedded.train_tokenizer first"
         )
     model = VQModel(VQConfig(**json.loads((data_dir / "tokenizer.json").read_text())))
     model.load_state_dict(load_file(path))

@@ -1,6 +1,6 @@
 """Train the embedded model's target on painted scenes: captions to image tokens, LlamaGen of small size.
 
-    python -m scripts.embedded_model.train_target --data-dir data --minutes 600
+    python -m lantern_lab.embedded.train_target --data-dir data --minutes 600
 
 needs the tokenizer (train_tokenizer.py) and writes `words.json`, `target.safetensors` and `target.json`.
 Every picture is painted for its one use, so the loss is that of unseen pictures and there is nothing to learn by
@@ -31,9 +31,9 @@ from lantern_hpu.models.text.prefix import CaptionProjection, WordConditioner
 from lantern_hpu.models.transformer import Target, rope_table
 from lantern_hpu.models.vq import VQModel
 from lantern_hpu.ops.buffers import additive_mask, causal_mask, prefix_mask
+from lantern_lab.embedded.pictures import FRESH, Stream, chosen, encoded, load_tokenizer
+from lantern_lab.embedded.training import Learner, Run, parse
 from lantern_lab.scenes import caption_of, sample_scene
-from scripts.embedded_model.pictures import FRESH, Stream, chosen, encoded, load_tokenizer
-from scripts.embedded_model.training import Learner, Run, parse
 
 PREFIX = 16
 CAPTION_DIM = 256

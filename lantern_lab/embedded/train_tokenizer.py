@@ -1,7 +1,7 @@
 """Train the embedded model's VQ tokenizer on painted scenes.
 
-    python -m scripts.embedded_model.train_tokenizer --data-dir data --minutes 90
-    python -m scripts.embedded_model.train_tokenizer --data-dir data --minutes 90 --start MODEL --keep-codes
+    python -m lantern_lab.embedded.train_tokenizer --data-dir data --minutes 90
+    python -m lantern_lab.embedded.train_tokenizer --data-dir data --minutes 90 --start MODEL --keep-codes
 
 writes `tokenizer.safetensors` and `tokenizer.json`, and in `runs/tokenizer` the learning curve (`curve.json`) and
 `grid.png`, unseen pictures above their reconstructions. The first steps train a plain autoencoder; then the codebook
@@ -34,14 +34,14 @@ from lantern_hpu.files import write_file
 from lantern_hpu.models.config import VQConfig
 from lantern_hpu.models.vq import VQModel
 from lantern_hpu.results.images import encode
-from scripts.embedded_model.picture_losses import (
+from lantern_lab.embedded.picture_losses import (
     PatchDiscriminator,
     PerceptualLoss,
     balanced,
     picture_loss,
 )
-from scripts.embedded_model.pictures import FRESH, Stream, painted, to_float
-from scripts.embedded_model.training import Run, native_bfloat16, parse
+from lantern_lab.embedded.pictures import FRESH, Stream, painted, to_float
+from lantern_lab.embedded.training import Run, native_bfloat16, parse
 
 CONFIG = VQConfig(
     channels=16,

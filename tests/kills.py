@@ -1,16 +1,7 @@
-"""Kill commands at random moments, run them again, and compare what they leave with an unbroken run's.
-
-    python -m scripts.measure.kills --model MODEL --times 20
-
-Each kill is a SIGKILL after a random share of the time that the unbroken run took. What counts is the same bytes: of
-pictures, of a drafter's weights, of a converted folder, of a model's files. Files whose names begin with a dot must be
-gone. Downloads, into a folder and into the cache, are from a Hub of this machine alone: `scripts/measure/local_hub.py`.
-"""
+"""Commands killed at random moments and run again: what they leave is what an unbroken run leaves, byte for byte."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
 import subprocess
@@ -18,12 +9,11 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from scripts import ROOT
-from scripts.measure.local_hub import local_hub
+from tests.local_hub import local_hub
 
 
 class Command(NamedTuple):
@@ -106,13 +96,13 @@ def kill_once(name: str, model: str, whole: dict[str, bytes], seconds: float, hu
             code = start(f"{command.words} {again}", model, out, hub).wait()
             if code:
                 said = (out / "errors.txt").read_text(errors="replace").strip()
-                return f"{name}: run again, it ended with {code}: {said[-500:]}"
+                return f"run again, it ended with {code}: {said[-500:]}"
         found = read_kept(command, out)
         if found != whole:
             others = [file for file in {**whole, **found} if whole.get(file) != found.get(file)]
-            return f"{name}: other files after a kill at {seconds:.2f} s: {', '.join(others)}"
+            return f"other files after a kill at {seconds:.2f} s: {', '.join(others)}"
         left = leftovers(out)
-        return f"{name}: left {left}" if left else f"{name}: {HELD}"
+        return f"left {left}" if left else HELD
 
 
 def run_unbroken(name: str, model: str, hub: str) -> tuple[dict[str, bytes], float]:
@@ -124,31 +114,11 @@ def run_unbroken(name: str, model: str, hub: str) -> tuple[dict[str, bytes], flo
         return read_kept(COMMANDS[name], Path(folder)), time.perf_counter() - began
 
 
-def kill_often(model: str, times: int, names: Sequence[str], seed: int) -> dict[str, Any]:
-    """n kills, over the commands in turn."""
+def kill_often(name: str, model: str, times: int, seed: int) -> Counter[str]:
+    """How often a command `HELD`, or what else came of a kill."""
     rng, found = random.Random(seed), Counter[str]()
     with local_hub() as hub:
-        wholes = {name: run_unbroken(name, model, hub) for name in names[:times]}
-        for number in range(times):
-            name = names[number % len(names)]
-            whole, took = wholes[name]
-            verdict = kill_once(name, model, whole, rng.uniform(0.2, 1.0) * took, hub)
-            found[verdict] += 1
-            print(number + 1, verdict, file=sys.stderr, flush=True)
-    return {"model": model, "kills": times, "commands": list(names), "found": dict(found)}
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("scripts.measure.kills", description=__doc__)
-    parser.add_argument("--model", default="builtin")
-    parser.add_argument("--times", type=int, default=20)
-    parser.add_argument("--only", nargs="*", choices=list(COMMANDS), default=list(COMMANDS))
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args(argv)
-    result = kill_often(args.model, args.times, args.only, args.seed)
-    print(json.dumps(result, indent=1))
-    return int(not all(verdict.endswith(HELD) for verdict in result["found"]))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        whole, took = run_unbroken(name, model, hub)
+        for _ in range(times):
+            found[kill_once(name, model, whole, rng.uniform(0.2, 1.0) * took, hub)] += 1
+    return found

@@ -1,7 +1,7 @@
 """Tokens a step against what they cost: the meter's TV of a token, by rule, over many settings.
 
-    python -m scripts.measure.frontier --num-images 32 --output tv.json --plot tv.png
-    python -m scripts.measure.frontier --num-images 32 --output tv.json --method scd:tv=0.2@16,scd:distance=3@16
+    python -m lantern_lab.measure.frontier --num-images 32 --output tv.json --plot tv.png
+    python -m lantern_lab.measure.frontier --num-images 32 --output tv.json --method scd:tv=0.2@16,scd:distance=3@16
 
 Settings that the file has are not drawn again, so that a run that was stopped goes on, and more can be added. It counts
 steps, so it needs no quiet machine.

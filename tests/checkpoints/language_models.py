@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Generator
 
-from scripts.checkpoints.files import (
+from tests.checkpoints.files import (
     State,
     byte_pieces,
     fill,

@@ -1,7 +1,7 @@
 """Everything that shows the embedded model, made again: sheets, figures, tables.
 
-    python -m scripts.measure.renew                          # after scripts.embedded_model.export has written a model
-    python -m scripts.measure.renew --only sheets,tables
+    python -m lantern_lab.measure.renew                          # after lantern_lab.embedded.export has written a model
+    python -m lantern_lab.measure.renew --only sheets,tables
 
 One step after the other, each a command that can be run alone. A step that was done with these weights is left out,
 and evaluation and TV go on where they were stopped. `bench` is timed: nothing else should run meanwhile.
@@ -22,8 +22,8 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from lantern_hpu.files import ASSETS, sha256, write_file
-from scripts import ROOT
 
+ROOT = Path(__file__).parents[2]
 IMAGES, RESULTS = ROOT / "docs" / "images", ROOT / "benchmarks" / "results"
 EVALUATED = (
     "ar,eagle@deep_7,lantern++:lambda=2@deep_7,lantern++:lambda-5@deep_7,lantern++:lambda-20@deep_7,"
@@ -64,7 +64,7 @@ def tasks(images: int, processor: str) -> dict[str, Task]:
             "--workers 2 --threads 1 --batch-size 8 --output pictures",
             pictures,
         ),
-        "tv": Task("scripts.measure.frontier --output tv.json --plot tv.png", tv),
+        "tv": Task("lantern_lab.measure.frontier --output tv.json --plot tv.png", tv),
         "bench": Task(
             f"lantern_hpu bench --device cpu --batch-sizes 1 --graphs eager --method {MEASURED} "
             f"--interleave --output {bench} --force",

@@ -1,6 +1,6 @@
 """The least time that steps of large models can take on known cards: arithmetic from published peaks, nothing measured.
 
-    python -m scripts.measure.floors
+    python -m lantern_lab.measure.floors
 
 prints the tables of docs/performance.md: milliseconds of a step in bfloat16 with guidance, for `ar` and for draft
 trees of three sizes, drafting included. `lantern_hpu.plan.floors.floor` counts them. In brackets, for a card that was

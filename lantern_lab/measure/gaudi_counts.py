@@ -1,6 +1,6 @@
 """What a decode step is on Gaudi in each graph mode, counted on the emulated card: launches, graphs and guards.
 
-    python -m scripts.measure.gaudi_counts --methods ar,scd --graphs hpu_graph,compile
+    python -m lantern_lab.measure.gaudi_counts --methods ar,scd --graphs hpu_graph,compile
 
 Counts, not times: a card launches whole graphs faster than single operators, and how much faster is not known here.
 """
