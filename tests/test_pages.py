@@ -178,9 +178,9 @@ def test_links_lead_to_files_and_headings(page: Path, generated: Path) -> None:
 COMMANDED = [page for page in written() if page.name != "CHANGELOG.md"] + [ROOT / "llms.txt"]
 SHELL, INDENTED = r"^```(?:bash|shell|console)\n(.*?)^```", r"(?:^ {4}\S.*\n(?: {8}.*\n)*)+"
 # Of a name alone no option is parsed
-INLINE = r"(?<!`)`((?:lantern-hpu [^`]+ --|python -m (?:scripts|lantern_hpu)\.)[^`]+)`(?!`)"
+INLINE = r"(?<!`)`((?:lantern-hpu [^`]+ --|python -m (?:scripts|lantern_\w+|tests)\.)[^`]+)`(?!`)"
 STARTS = re.compile(
-    r"^(?:[A-Z_]+=\S+ )*(lantern-hpu|gaudi|python -m (?:lantern_hpu\.generate|scripts\.[\w.]+)) "
+    r"^(?:[A-Z_]+=\S+ )*(lantern-hpu|gaudi|python -m (?:lantern_hpu\.generate|(?:scripts|lantern_lab|tests)\.[\w.]+)) "
 )
 VARIABLES = {"$TREES": "--tree chain,broad_7", "$card": "3", "${card}": "3"}  # that the pages set
 
@@ -240,7 +240,7 @@ def test_command_of_a_page_is_parsed(
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
     name, *rest = given
-    if not name.startswith("scripts."):
+    if "." not in name:
         assert name in cli.COMMANDS, page
         with pytest.raises(ParsedError):
             cli.main(given)
@@ -266,8 +266,8 @@ NOT_RUN = {
     r".*--emulate": "minutes on the emulator; test_hpu.py is shorter",
     r"serve": "ends by a signal; test_serve.py",
     r"doctor": "asks the machine; test_doctor.py",
-    r"scripts\.(checkpoints|embedded_model)": "hours, or gigabytes; test_scripts.py is smaller",
-    r"scripts\.(measure|docs|release)": "minutes of measuring; their tests are of toy sizes",
+    r"(lantern_lab\.embedded|tests\.checkpoints)": "hours, or gigabytes; test_scripts.py is smaller",
+    r"(lantern_lab\.measure|scripts\.(docs|release))": "minutes of measuring; their tests are of toy sizes",
     r"fidelity": "minutes of drawing; test_fidelity.py is of a toy size",
     r"(bench|compare|tune|evaluate|train|stretch|lint|generate)": "README, recipes and tutorial run others",
 }

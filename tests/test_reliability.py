@@ -80,8 +80,10 @@ def test_a_soak_leaves_the_server_as_it_was(model: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_killed_command_loses_nothing(model: Path, name: str) -> None:
-    """`KILLS=5` kills each as often."""
-    times = int(os.environ.get("KILLS", 1))
+    """`KILLS=5` kills each as often; the two that run longest are killed each night."""
+    times = int(os.environ.get("KILLS", 0 if name in ("train", "evaluate") else 1))
+    if not times:
+        pytest.skip("asked for by KILLS=1")
     assert kill_often(name, str(model), times, 1) == {HELD: times}
 
 
