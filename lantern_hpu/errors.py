@@ -211,7 +211,7 @@ class InvalidImageError(LanternError):
         return error
 
 
-def exit_code(command: Callable[[], int | None]) -> int:
+def exit_code(command: Callable[[], int | None], spell: Callable[[Arg], str] = as_option) -> int:
     """Run a command; the code it returns, 0 if none, or that of a LanternError, 2 of most, after printing what it says.
 
     A file that the system refuses, for example because its name is too long, is an error of the user's as well. What a
@@ -222,7 +222,7 @@ def exit_code(command: Callable[[], int | None]) -> int:
     try:
         return command() or 0
     except LanternError as error:
-        print(f"error: {error.text(as_option)}", file=sys.stderr)
+        print(f"error: {error.text(spell)}", file=sys.stderr)
         return error.exit_code
     except OSError as error:
         if error.filename is None or error.strerror is None:

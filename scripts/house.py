@@ -100,7 +100,7 @@ def options_of_generate() -> int:
     names = [
         action.option_strings[-1] for action in make_parser()._actions if action.option_strings
     ]
-    return len(set(names) - {"--help", "--version"})
+    return len(set(names) - {"--help", "--version", "--config"})  # those of every command
 
 
 def files_of_a_prompt() -> list[str]:

@@ -25,8 +25,7 @@ from PIL import Image
 from lantern_hpu.core import Request
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.prompts import usual_prompts
-from lantern_hpu.serve.decoder import DecodeThread
-from lantern_hpu.serve.engines import EngineSlots
+from lantern_hpu.serve.decoder import DecodeThread, EngineSlots
 from lantern_hpu.serve.options import ServeOptions
 from lantern_hpu.serve.queue import Job
 from scripts import ROOT

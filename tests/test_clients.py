@@ -16,14 +16,12 @@ import openai
 import pytest
 from PIL import Image
 
-from lantern_hpu.commands.serve import make_parser, serve_request
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import read_png
-from lantern_hpu.serve import answers
-from lantern_hpu.serve.calls import read_call
+from lantern_hpu.serve import app as answers
+from lantern_hpu.serve.decoder import make_served_model
 from lantern_hpu.serve.options import ServeOptions
-from lantern_hpu.serve.protocol import ImagesRequest
-from lantern_hpu.serve.served import make_served_model
+from lantern_hpu.serve.protocol import ImagesRequest, read_call
 from tests.test_serve import Running, lines_of, served
 
 NAMES = ("dall-e-3", "gpt-image-1", "org/own-model")
@@ -79,8 +77,6 @@ def test_the_model_goes_by_all_of_its_names(server: Running) -> None:
         assert client.images.generate(prompt="cat", model=name).data
     with pytest.raises(openai.NotFoundError, match="dall-e-3, gpt-image-1"):
         client.models.retrieve("dall-e-2")
-    words = ["--served-model-name", *NAMES, "--method", "ar"]
-    assert serve_request(make_parser().parse_args(words)).served_model_name == NAMES
 
 
 @pytest.mark.parametrize(("kind", "format"), [("png", "PNG"), ("jpeg", "JPEG"), ("webp", "WEBP")])

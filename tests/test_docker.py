@@ -90,11 +90,11 @@ def test_gaudi_containers_get_what_they_need() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stopped_server_has_time_to_finish_its_images(kind: str) -> None:
     text = compose(kind)
-    shutdown = re.search(r'"--shutdown-timeout", "(\d+)"', text)
+    shutdown = re.search(r'LANTERN_HPU_SHUTDOWN_TIMEOUT: "(\d+)"', text)
     grace = re.search(r"stop_grace_period: (\d+)s", text)
     assert shutdown and grace and int(grace[1]) > int(shutdown[1])
     cluster = (ROOT / "docker" / "kubernetes.yaml").read_text()
-    shutdown = re.search(r'"--shutdown-timeout", "(\d+)"', cluster)
+    shutdown = re.search(r'LANTERN_HPU_SHUTDOWN_TIMEOUT, value: "(\d+)"', cluster)
     ends = re.search(r"terminationGracePeriodSeconds: (\d+)", cluster)
     before = re.search(r'"sleep", "(\d+)"', cluster)
     assert shutdown and ends and before and int(ends[1]) > int(shutdown[1]) + int(before[1])
@@ -147,7 +147,7 @@ def test_a_pod_is_not_root_and_does_not_start_without_its_key() -> None:
     held = container["securityContext"]
     assert held["capabilities"] == {"drop": ["ALL"], "add": ["SYS_NICE"]}
     assert held["readOnlyRootFilesystem"] and not held["allowPrivilegeEscalation"]
-    (key,) = container["env"]
+    key, *_ = container["env"]
     assert "optional" not in key["valueFrom"]["secretKeyRef"]
     assert {mount["mountPath"] for mount in container["volumeMounts"]} >= {"/cache", "/tmp"}
 

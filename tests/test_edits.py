@@ -41,12 +41,10 @@ from lantern_hpu.results.images import read_png
 from lantern_hpu.results.sources import MOST_PIXELS, OpenPicture, open_picture, read_picture
 from lantern_hpu.serve import edits, picture_process, process
 from lantern_hpu.serve.app import make_app
-from lantern_hpu.serve.calls import check_graph, read_size
-from lantern_hpu.serve.decoder import DecodeThread
-from lantern_hpu.serve.metrics import Metrics
+from lantern_hpu.serve.decoder import DecodeThread, source_prefixes
 from lantern_hpu.serve.options import ServeOptions
-from lantern_hpu.serve.protocol import ApiError
-from lantern_hpu.serve.served import source_prefixes
+from lantern_hpu.serve.protocol import ApiError, check_graph, read_size
+from lantern_hpu.serve.queue import Metrics
 from tests.marks import mostly_slow
 from tests.published import LUMINA, with_settings
 from tests.test_serve import ROOT, Running, lines_of, served

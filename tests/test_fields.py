@@ -20,10 +20,9 @@ from lantern_hpu.cli import COMMANDS, module_of
 from lantern_hpu.commands import generate
 from lantern_hpu.errors import PYTHON_NAMES, Arg, LanternError, OptionError, as_option, words
 from lantern_hpu.fields import IMAGE_PARAMS, MAX_SEED, MOST, ImageParams, given_params
-from lantern_hpu.serve.calls import read_call
+from lantern_hpu.serve.decoder import make_served_model
 from lantern_hpu.serve.options import ServeOptions
-from lantern_hpu.serve.protocol import ApiError, ImagesRequest, invalid
-from lantern_hpu.serve.served import ServedModel, make_served_model
+from lantern_hpu.serve.protocol import ApiError, ImagesRequest, ServedModel, invalid, read_call
 from scripts.docs.reference_pages import image_parameters
 
 # Values that each argument refuses, with what else is given

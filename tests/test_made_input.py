@@ -10,10 +10,9 @@ import pytest
 from pydantic import ValidationError
 
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.serve.calls import read_call
+from lantern_hpu.serve.decoder import make_served_model
 from lantern_hpu.serve.options import ServeOptions
-from lantern_hpu.serve.protocol import ApiError, ImagesRequest
-from lantern_hpu.serve.served import make_served_model
+from lantern_hpu.serve.protocol import ApiError, ImagesRequest, read_call
 from tests.test_serve import served
 
 FIELDS: dict[str, tuple[Any, ...]] = {

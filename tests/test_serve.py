@@ -52,16 +52,14 @@ from lantern_hpu.methods.relaxation import EXACT, Blended
 from lantern_hpu.models.text.prefix import WordConditioner
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import read_png
-from lantern_hpu.serve import answers, process
 from lantern_hpu.serve import app as middleware
+from lantern_hpu.serve import process
 from lantern_hpu.serve.app import make_app, own_path
-from lantern_hpu.serve.decoder import DecodeThread
-from lantern_hpu.serve.engines import specs_to_capture
+from lantern_hpu.serve.decoder import DecodeThread, specs_to_capture
 from lantern_hpu.serve.options import MAX_BODY, ServeOptions
 from lantern_hpu.serve.process import Protocol, Server
-from lantern_hpu.serve.protocol import ApiError, ImagesRequest
+from lantern_hpu.serve.protocol import ONE_SHAPE, ApiError, ImagesRequest
 from lantern_hpu.serve.queue import Done, FairShare, Job, JobQueue, Partial, seconds_until_room
-from lantern_hpu.serve.served import ONE_SHAPE
 from tests.marks import mostly_slow
 
 DEFAULT_TIMEOUT_CONFIG.read = DEFAULT_TIMEOUT_CONFIG.connect = 120.0  # a busy machine is no failure
@@ -794,7 +792,7 @@ def test_what_a_browser_sends_for_a_foreign_page_draws_nothing(server: Running) 
         assert answer.status_code == 415, kind
         assert answer.json()["error"]["code"] == "unsupported_media_type"
     answer = post_body(server, b'{"prompt": "cat"}', Host="evil.example:8000")
-    assert answer.status_code == 403 and "--allow-host" in answer.json()["error"]["message"]
+    assert answer.status_code == 403 and "allow_host" in answer.json()["error"]["message"]
     assert httpx.get(server.url, headers={"Host": "evil.example"}).status_code == 403
     assert server.metric("request_success_total") == before
 
@@ -1058,11 +1056,11 @@ def test_it_is_alive_before_it_is_ready_and_says_what_it_serves(server: Running)
 def test_answers_and_errors_are_those_of_the_openapi_schema(server: Running) -> None:
     """Each answer has just the fields that `/openapi.json` names, and each status is one it lists."""
     schema = httpx.get(server.url + "/openapi.json").json()
-    page = httpx.get(server.url + "/docs").text
-    assert all(path in page for path in schema["paths"]) and "partial_images" in page
-    assert (
-        not re.findall(r"(?:src|href)=.?https?:", page) and "<script" not in page
-    )  # without Internet
+    page = httpx.get(server.url + "/docs")
+    policy = page.headers["content-security-policy"]
+    for address in re.findall(r"https://[\w.]+", page.text):  # a browser may load them
+        assert address in policy
+    assert "/openapi.json" in page.text and "'unsafe-inline'" in policy
     operation = schema["paths"][PATH]["post"]
 
     def check(answer: httpx.Response) -> None:
@@ -1426,7 +1424,7 @@ def test_a_stream_that_waits_sends_comments_and_no_proxy_holds_it_back(
     server: Running, slow: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The client of OpenAI's API skips them."""
-    monkeypatch.setattr(answers, "SILENT", 0.02)
+    monkeypatch.setattr(middleware, "SILENT", 0.02)
     body = {"prompt": "red cat", "seed": 7, "stream": True, "method": "ar"}
     with httpx.stream("POST", server.url + PATH, json=body, timeout=300) as answer:
         assert answer.headers["x-accel-buffering"] == "no"

@@ -35,7 +35,7 @@ from lantern_hpu.serve.app import make_app
 from lantern_hpu.serve.decoder import DecodeThread
 from lantern_hpu.serve.options import ServeOptions
 from lantern_hpu.serve.process import load_decoder
-from lantern_hpu.serve.sglang import read_generate
+from lantern_hpu.serve.sglang import read_framed
 from tests.test_serve import Running, served
 
 pytest.importorskip("transformers.models.glm_image")
@@ -153,17 +153,17 @@ def test_without_a_seed_pictures_differ(server: Running, folder: Path) -> None:
 
 def test_the_law_is_the_one_asked_for_or_the_models(server: Running, folder: Path) -> None:
     whole = several([posted(folder, "dog")])
-    (asked,) = read_generate(whole, server.decoder).requests
+    (asked,) = read_framed(whole, server.decoder).requests
     assert asked.sampling == Sampling(1.0, 1.0, 0, 1.0)
     assert not any(slots.engine.spec.use_top_p for slots in server.decoder.all_slots)
     pipeline = server.decoder.pipeline
     other = DecodeThread(pipeline, options(folder, model_sampling=True))
-    (own,) = read_generate(whole, other).requests
+    (own,) = read_framed(whole, other).requests
     assert own.sampling == pipeline.model.sampling != asked.sampling
     allowing = DecodeThread(pipeline, options(folder, allow=("top_p",)))
     body = posted(folder, "dog")
     body["sampling_params"] |= {"top_p": 0.75, "top_k": -1}
-    assert read_generate(several([body]), allowing).requests[0].sampling.top_p == 0.75
+    assert read_framed(several([body]), allowing).requests[0].sampling.top_p == 0.75
 
 
 @pytest.mark.slow

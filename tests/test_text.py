@@ -34,7 +34,7 @@ from lantern_hpu.models.text.prefix import TextConditioner, TextFeatures, class_
 from lantern_hpu.models.text.t5 import T5Conditioner, clean, clean_caption
 from lantern_hpu.models.text.tokens import splitter
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.serve.engines import keep_encoder
+from lantern_hpu.serve.decoder import keep_encoder
 from lantern_hpu.tree import DraftTree
 
 PREFIX, WIDTH = 12, 16

@@ -6,13 +6,15 @@ import argparse
 import difflib
 import os
 import shlex
+import sys
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
 from lantern_hpu.backends import BACKENDS, DeviceOptions
+from lantern_hpu.commands.config import PREFIX, words_of
 from lantern_hpu.core import Sampling
-from lantern_hpu.errors import listed
+from lantern_hpu.errors import Arg, as_option, listed
 from lantern_hpu.fields import IMAGE_PARAMS, Param, argument_name, params_of
 from lantern_hpu.graphs import RUNNERS
 from lantern_hpu.methods.relaxation import PRESETS
@@ -47,7 +49,46 @@ Group = argparse._ActionsContainer  # a parser, or a group of one
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line with what was probably meant, as all errors of the commands are."""
+    """A parser whose errors are one line with what was probably meant, as all errors of the commands are.
+
+    Attributes:
+        keys: options that only a file or a variable gives, by the name that a command line would have.
+    """
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.keys: dict[str, str] = {}
+        about = "TOML file with values of options, by their names with underscores"
+        self.add_argument("--config", metavar="FILE", help=about)
+
+    def only_keys(self, *names: str) -> None:
+        """Take options off the command line and its help: `--config` and variables give them."""
+        self.keys = {"--" + name.replace("_", "-"): name for name in names}
+        for action in self._actions:
+            if action.option_strings and action.option_strings[-1] in self.keys:
+                action.help = argparse.SUPPRESS
+
+    def spell(self, arg: Arg) -> str:
+        """An argument as this command takes it: an option, or a key."""
+        if arg.name in self.keys.values():
+            return arg.name if arg.value is None else f"{arg.name} = {arg.value}"
+        return as_option(arg)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        given = [*(sys.argv[1:] if args is None else args)]
+        for key in (
+            self.keys[word] for one in given if (word := one.partition("=")[0]) in self.keys
+        ):
+            hint = f"{key} in the file of --config, or {PREFIX}{key.upper()}"
+            self.exit(
+                2, f"error: {as_option(Arg(key))} is no option of the command line\n  try: {hint}\n"
+            )
+        if self._subparsers is None:
+            try:
+                given = words_of(self, given) + given
+            except ValueError as error:
+                self.exit(2, f"error: {error}\n")
+        return super().parse_known_args(given, namespace)
 
     def error(self, message: str) -> NoReturn:
         start, colon, given = message.partition("unrecognized arguments: ")

@@ -8,7 +8,6 @@ curl http://127.0.0.1:8000/v1/images/generations --json '{"prompt": "a red apple
 from __future__ import annotations
 
 import argparse
-import os
 import re
 from collections.abc import Sequence
 
@@ -21,9 +20,18 @@ from lantern_hpu.errors import Arg, OptionError, exit_code, require, words
 from lantern_hpu.models.files.names import PartOverrides
 from lantern_hpu.serve.options import DEFAULT, FILTERS, ServeOptions
 
+# Keys of a configuration file, or variables: what few servers need, and no option of the command line
+KEYS = (
+    *("served_model_name", "timeout", "shutdown_timeout", "keep_alive"),
+    *("allow_host", "forwarded_allow_ips", "root_path"),
+    *("upload_mib", "upload_timeout", "model_sampling"),
+    *("image_size", "neighbours", "keep_text", "kernels", "layout"),
+)
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = Parser("lantern-hpu serve", description="Serve a model over HTTP.")
+
+def make_parser() -> Parser:
+    more = f"Keys of --config alone, or variables LANTERN_HPU_...: {', '.join(KEYS)} (docs/serving.md)."
+    parser = Parser("lantern-hpu serve", description="Serve a model over HTTP.", epilog=more)
     where = parser.add_argument_group("where")
     add = where.add_argument
     add("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
@@ -56,14 +64,13 @@ def make_parser() -> argparse.ArgumentParser:
     options.add_device_options(how)
     options.add_running_options(how)
     parser.add_argument("--version", action="version", version=f"lantern_hpu {__version__}")
+    parser.only_keys(*KEYS)
     return parser
 
 
 def serve_request(args: argparse.Namespace) -> ServeOptions:
     require(0 <= args.port <= 65535, "port", args.port, "0 (any that is free) to 65535")
     require(1 <= args.replicas <= 1024, "replicas", args.replicas, "1 to 1024")
-    key = args.api_key  # an empty one, as of a variable that is not set, is refused
-    key = os.environ.get("LANTERN_HPU_API_KEY") or None if key is None else key
     made = {
         "given": from_args(PartOverrides, args),
         "device": from_args(DeviceOptions, args),
@@ -72,7 +79,7 @@ def serve_request(args: argparse.Namespace) -> ServeOptions:
         "sizes": picture_sizes(args.sizes),
         "allow_host": (args.host, *options.names(args.allow_host, "allow_host")),
         "forwarded_allow_ips": options.names(args.forwarded_allow_ips, "forwarded_allow_ips"),
-        "api_key": key,
+        "api_key": args.api_key,
     }
     return from_args(ServeOptions, args, **made)
 
@@ -97,7 +104,8 @@ def picture_sizes(text: str | None) -> tuple[tuple[int, int], ...]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = make_parser().parse_args(argv)
+    parser = make_parser()
+    args = parser.parse_args(argv)
 
     def command() -> int:
         asked = serve_request(args)
@@ -112,4 +120,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         return serve(asked, args.host, args.port)
 
     with nonblocking_stderr():
-        return exit_code(command)
+        return exit_code(command, parser.spell)

@@ -1,17 +1,20 @@
-"""Pictures and fields of `POST /v1/images/edits`: multipart/form-data, as OpenAI's and other clients send it.
+"""Bodies of requests on their way in, and the pictures and fields of `POST /v1/images/edits`.
 
-One picture is a file `image`, several are files `image[]`, numbered ones such as `image[0]`, or `images`. Nothing is
-fetched from elsewhere, and no file is kept: a large one is in a temporary file until it is read.
-"""
+An edit is multipart/form-data, as OpenAI's and other clients send it. One picture is a file `image`, several are files
+`image[]`, numbered ones such as `image[0]`, or `images`. Nothing is fetched from elsewhere, and no file is kept: a
+large one is in a temporary file until it is read."""
 
 from __future__ import annotations
 
+import asyncio
 import math
 import re
+import time
 from asyncio import Lock, Semaphore
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 from PIL import Image, _imaging
@@ -19,16 +22,112 @@ from PIL import Image, _imaging
 from lantern_hpu.core import SourcePicture
 from lantern_hpu.errors import LanternError, needing
 from lantern_hpu.results.sources import MOST_PIXELS
-from lantern_hpu.serve import calls
-from lantern_hpu.serve.bodies import Body, before_stop
-from lantern_hpu.serve.calls import ParsedRequest
-from lantern_hpu.serve.decoder import DecodeThread
+from lantern_hpu.serve.decoder import DecodeThread, not_taking
+from lantern_hpu.serve.options import MAX_BODY
 from lantern_hpu.serve.picture_process import picture_reader
-from lantern_hpu.serve.protocol import MOST_FIELDS, ApiError, EditsRequest, parsed, refuse
+from lantern_hpu.serve.protocol import (
+    MOST_FIELDS,
+    ApiError,
+    EditsRequest,
+    ParsedRequest,
+    parsed,
+    read_call,
+    refuse,
+    translated,
+)
 
 with needing("fastapi", "the server is built on it", "serve"):
     from fastapi import Request
-    from starlette.datastructures import FormData, UploadFile
+    from starlette.datastructures import FormData, State, UploadFile
+    from starlette.types import Message, Receive
+
+T = TypeVar("T")
+DISCARDED = 64 * 2**20  # bytes of a body that is too large, read and forgotten
+BODY_SECONDS = 10.0  # in which a body has to arrive
+GZIP = b"\x1f\x8b"  # how such a body begins
+CLOSED = 499  # status in log and metrics where the client left, as nginx has it
+LISTEN = 0.5  # seconds after which what waits looks whether the server is about to stop
+
+
+async def before_stop(
+    work: Coroutine[Any, Any, T], state: State, gone: Coroutine[Any, Any, Any] | None = None
+) -> T:
+    """What is awaited, or an ApiError where nothing would come of it: the server is about to stop, or the client left.
+
+    Args:
+        state: of the application. gone: ends when the client leaves.
+    """
+    task = asyncio.ensure_future(work)
+    left = asyncio.ensure_future(gone) if gone else task
+    try:
+        while not task.done():
+            await asyncio.wait({task, left}, timeout=LISTEN, return_when=asyncio.FIRST_COMPLETED)
+            if left.done() and not task.done():
+                raise ApiError(CLOSED, "the client left")
+            if state.decoder.draining and not task.done():
+                raise not_taking(state.decoder)
+        return task.result()
+    finally:
+        task.cancel()
+        left.cancel()
+        del task, left  # or an error of them would keep this frame, and the frame the error
+
+
+class AllowedBody(NamedTuple):
+    """What may be sent to a place that draws: a type, of at most so many bytes, within so many seconds."""
+
+    kind: str
+    size: int
+    seconds: float
+
+
+class Body:
+    """The body of a request on its way in, of at most so many bytes within so many seconds.
+
+    Attributes:
+        count: called with the size of each part that arrives; may refuse it.
+    """
+
+    def __init__(self, receive: Receive, state: State) -> None:
+        self.inner, self.state = receive, state
+        self.size, self.whole, self.cut = 0, False, False
+        self.count: Callable[[int], None] = lambda size: None
+        self.until = 0.0  # counted from when it is asked for
+        self.allowed = AllowedBody("", MAX_BODY, BODY_SECONDS)
+
+    async def receive(self) -> Message:
+        if self.whole:
+            return await self.inner()
+        message = await self.part()
+        # What a client still sends when the connection is closed takes the answer from it
+        most = self.allowed.size
+        while most < self.size <= most + DISCARDED and not self.whole:
+            await self.part()
+        if self.size > most:
+            what = f"the body is larger than {most} bytes"
+            raise ApiError(413, what, None, "too_large", {"Connection": "close"})
+        return message
+
+    async def part(self) -> Message:
+        self.until = self.until or time.monotonic() + self.allowed.seconds
+        try:
+            arriving = asyncio.wait_for(self.inner(), self.until - time.monotonic())
+            message = await before_stop(arriving, self.state)
+        except asyncio.TimeoutError as error:
+            what = f"the body did not arrive within {self.allowed.seconds:g} s"
+            closing = {"Connection": "close"}
+            raise ApiError(408, what, None, "request_timeout", closing) from error
+        self.cut = message["type"] == "http.disconnect"
+        self.whole = self.cut or not message.get("more_body", False)
+        content = message.get("body", b"")
+        if not self.size and content.startswith(GZIP):
+            what = "the body is gzip; send it as it is"
+            raise ApiError(415, what, None, "unsupported_media_type")
+        self.size += len(content)
+        if self.size <= self.allowed.size:
+            self.count(len(content))
+        return message
+
 
 PICTURES = re.compile(r"(images?)(\[(\d{0,4})\])?")  # names of the fields of pictures
 WITHOUT = ("mask", "markup")  # what OpenAI's models read besides
@@ -117,7 +216,7 @@ async def read_edit(request: Request, decoder: DecodeThread) -> ParsedRequest:
             sources = await before_stop(reading, request.app.state, client_leaves(request))
         finally:
             await form.close()
-    return calls.read_call(asked, decoder.served, sources)
+    return read_call(asked, decoder.served, sources)
 
 
 async def client_leaves(request: Request) -> None:
@@ -215,4 +314,4 @@ async def read_sources(
             async with uploads.turn(pixels, client):
                 return await reader.fill(uploads.allocate(sizes, client))
     except LanternError as error:
-        raise calls.translated(error) from error
+        raise translated(error) from error

@@ -16,18 +16,18 @@ from lantern_hpu.decode.spec import Spec
 from lantern_hpu.errors import Arg, LanternError, as_option, needing
 from lantern_hpu.fields import MAX_SEED
 from lantern_hpu.models.text.tokens import FramedPrompt
-from lantern_hpu.serve import calls
-from lantern_hpu.serve.answers import ImageRequestHandler
-from lantern_hpu.serve.bodies import CLOSED
-from lantern_hpu.serve.calls import ParsedRequest
 from lantern_hpu.serve.decoder import DecodeThread
-from lantern_hpu.serve.protocol import ApiError, parsed, refuse
+from lantern_hpu.serve.protocol import (
+    ApiError,
+    ParsedRequest,
+    check_graph,
+    parsed,
+    refuse,
+    translated,
+)
 from lantern_hpu.serve.queue import Done
 
 with needing("fastapi", "the server is built on it", "serve"):
-    from fastapi import Body, Response
-    from fastapi import Request as HTTPRequest
-    from fastapi.responses import JSONResponse
     from pydantic import BaseModel, ConfigDict, FailFast, Field
 
 PLACES = ("/generate", "//generate")  # the second where the option's address ends in a slash
@@ -64,8 +64,20 @@ class GenerateRequest(Closed):
     sampling_params: list[AskedSampling]
 
 
-def read_generate(body: dict[str, Any], decoder: DecodeThread) -> ParsedRequest:
-    """What is to be drawn; raises an ApiError for what would be another picture than SGLang expects."""
+def read_generate(body: dict[str, Any], decoder: DecodeThread) -> tuple[ParsedRequest, bool]:
+    """What is to be drawn, and whether the body has several prompts; raises an ApiError for another picture."""
+    ids = body.get("input_ids")
+    several = isinstance(ids, list) and isinstance(next(iter(ids), None), list)
+    try:
+        return read_framed(body if several else {n: [body[n]] for n in body}, decoder), several
+    except ApiError as error:
+        if not several:  # each value was the only one of a list
+            error.message = error.message.replace(f"{error.param}.0", str(error.param), 1)
+        raise
+
+
+def read_framed(body: dict[str, Any], decoder: DecodeThread) -> ParsedRequest:
+    """A list of each field; raises an ApiError for what would be another picture than SGLang expects."""
     asked, menu = parsed(GenerateRequest, body), decoder.served
     lists = (asked.input_ids, asked.image_data, asked.sampling_params)
     counts = [len(one) for one in lists]
@@ -82,7 +94,7 @@ def read_generate(body: dict[str, Any], decoder: DecodeThread) -> ParsedRequest:
         rule, sampling = served.setting.relaxation, sent_sampling(params, decoder)
         requests.append(Request(FramedPrompt(ids), seed, sampling, rule, size=size))
         needs.append(menu.spec_of(requests[-1], served.setting.tree))
-        calls.check_graph(needs[-1], served, params.model_dump())
+        check_graph(needs[-1], served, params.model_dump())
     return ParsedRequest(served, requests, False, (), size, needs, ("png", 100), (), ())
 
 
@@ -122,37 +134,17 @@ def sent_sampling(params: AskedSampling, decoder: DecodeThread) -> Sampling:
     try:
         return replace(usual, temperature=params.temperature, top_p=params.top_p, top_k=top_k)
     except LanternError as error:
-        raise calls.translated(error) from error
+        raise translated(error) from error
 
 
-async def generate(body: Annotated[dict[str, Any], Body()], request: HTTPRequest) -> Response:
-    """Draw image tokens for framed prompts: for one, or a list for several."""
-    decoder: DecodeThread = request.app.state.decoder
-    ids = body.get("input_ids")
-    several = isinstance(ids, list) and isinstance(next(iter(ids), None), list)
-    try:
-        call = read_generate(body if several else {name: [body[name]] for name in body}, decoder)
-    except ApiError as error:
-        if not several:  # each value was the only one of a list
-            error.message = error.message.replace(f"{error.param}.0", str(error.param), 1)
-        raise
-    handler = ImageRequestHandler(request, decoder, call)
-    handler.record.asked(call)
-    images = await handler.images()
-    if images is None:
-        return Response(status_code=CLOSED)
-    drawn = [image_answer(handler, one) for one in images]
-    return JSONResponse(drawn if several else drawn[0])
-
-
-def image_answer(handler: ImageRequestHandler, done: Done) -> dict[str, Any]:
+def image_answer(request_id: str, done: Done, codes: int) -> dict[str, Any]:
     """Tokens of preview and picture, and the one that ends them; the names are those of SGLang's own servers."""
-    record, config = done.drawn.record, handler.decoder.pipeline.model.target.config
+    record = done.drawn.record
     prompt = record.request.prompt
     assert isinstance(prompt, FramedPrompt)
-    tokens = [*record.token_ids.tolist(), config.codes + 1]
+    tokens = [*record.token_ids.tolist(), codes + 1]
     about = {
-        "id": handler.record.id,
+        "id": request_id,
         "finish_reason": {"type": "length", "length": len(tokens)},
         "prompt_tokens": len(prompt.ids),
         "completion_tokens": len(tokens),

@@ -115,7 +115,7 @@ def meaning(value: Mapping[str, Any]) -> str:
 
 def metrics() -> Iterator[str]:
     """What `/metrics` has."""
-    from lantern_hpu.serve.metrics import Metrics
+    from lantern_hpu.serve.queue import Metrics
 
     yield "# Metrics\n"
     yield "`GET /metrics`, in Prometheus' format; each has the label `model_name`."
