@@ -88,7 +88,9 @@ class Parser(argparse.ArgumentParser):
                 given = words_of(self, given) + given
             except ValueError as error:
                 self.exit(2, f"error: {error}\n")
-        return super().parse_known_args(given, namespace)
+        found, unknown = super().parse_known_args(given, namespace)
+        vars(found).pop("config", None)  # it has been read
+        return found, unknown
 
     def error(self, message: str) -> NoReturn:
         start, colon, given = message.partition("unrecognized arguments: ")
