@@ -19,7 +19,7 @@ os.environ["LANTERN_HPU_CACHE"] = tempfile.mkdtemp(prefix="lantern-hpu-tests-")
 import pytest
 import torch
 
-from lantern_lab.tune import result as tuning
+from lantern_lab.measure import rows as tuning
 
 if TYPE_CHECKING:
     from lantern_hpu.pipeline import LanternPipeline

@@ -7,9 +7,9 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 import matplotlib.style
 import pytest
@@ -17,19 +17,11 @@ from matplotlib.figure import Figure
 
 from lantern_hpu.errors import OptionError
 from lantern_hpu.methods.relaxation import EXACT, PRESETS, Multiplicative, parse
-from lantern_lab.bench.columns import SpeedRow, relaxed_name, with_speeds
 from lantern_lab.commands import compare
-from lantern_lab.compare import (
-    Run,
-    differences,
-    in_numbers,
-    latency,
-    load,
-    main_table,
-    names_of,
-)
-from lantern_lab.plots import STYLE
-from lantern_lab.reports import REPORT, check_report
+from lantern_lab.measure.compare import Run, differences, latency, load, main_table, names_of
+from lantern_lab.measure.plots import STYLE
+from lantern_lab.measure.reports import KIND, VERSION, check_report
+from lantern_lab.measure.rows import PARTS, SPEED, Row, in_numbers, relaxed_name, with_speeds
 from tests.marks import mostly_slow
 
 Report = dict[str, Any]
@@ -38,42 +30,22 @@ TREES = {"ar": "root", "eagle": "naive_extend_57", "lantern++": "naive_extend_57
 ACCEPTED = {"ar": [], "eagle": [0.5, 0.3, 0.2, 0.1, 0.0], "lantern++": [0.6, 0.4, 0.2, 0.1, 0.1]}
 
 
-def example(kind: Any) -> Any:
-    """A value of a type as reports have it: see `lantern_lab.reports.REPORT`."""
-    if isinstance(kind, dict):
-        return {name: example(part) for name, part in kind.items() if name != "..."}
-    if isinstance(kind, tuple):
-        return kind[0]
-    if get_origin(kind) is list:
-        return []
-    first = (get_args(kind) or (kind,))[0]
-    return {int: 8, float: 1.0, str: "x"}.get(first, {})
-
-
-def row_of(method: str, graphs: str, batch: int, scale: float) -> SpeedRow:
+def row_of(method: str, graphs: str, batch: int, scale: float) -> Row:
     """A made-up row: an image of 16 tokens, a step of `scale` milliseconds for ar and four times that else."""
     tokens = 1 + sum(ACCEPTED[method])
     ms = scale * (1 if method == "ar" else 4) * batch**0.5 * (3 if graphs == "eager" else 1)
     seconds = 15 / tokens * ms / 1000 / batch
-    types = get_type_hints(SpeedRow)
-    row = {f.name: example(f.metadata.get("kind", types[f.name])) for f in fields(SpeedRow)}
-    return SpeedRow(
-        **row
-        | {
-            "method": method,
-            "tree": TREES[method],
-            "relaxation": Multiplicative(10, lam=5.0).as_json(),
-            "graphs": graphs,
-            "batch_size": batch,
-            "ms_per_step": ms,
-            "step_passes": {"draft": [[1, 1]], "verify": [2, 2]},
-            "tokens_per_step": tokens,
-            "seconds_per_image": seconds,
-            "p95_seconds_per_image": seconds * 1.2,
-            "speed_against_ar": tokens / 4,
-            "tv_per_token": None,
-        }
-    )
+    figures = dict.fromkeys(SPEED, 1.0) | {
+        "ms_per_step": ms,
+        "eager_step_ms": dict.fromkeys(PARTS, 1.0),
+        "tokens_per_step": tokens,
+        "seconds_per_image": seconds,
+        "p95_seconds_per_image": seconds * 1.2,
+        "speed_against_ar": tokens / 4,
+        "tv_per_token": None,
+    }
+    relaxation = Multiplicative(10, lam=5.0).as_json()
+    return Row(method, TREES[method], relaxation, graphs, batch, figures)
 
 
 def report_of(
@@ -85,17 +57,28 @@ def report_of(
 ) -> Report:
     """A made-up report of all methods in TREES, in batches of 1 and 8."""
     modes = list(dict.fromkeys(["eager", best]))
-    report: Report = example(REPORT)
-    report["settings"]["sampling"]["top_k"] = 0
-    report["settings"]["prompts"] = ["a red apple", "a sun"]
-    report["environment"] |= {"lantern_hpu": "0.1.0", **environment}
-    report["graphs"]["best"] = best
-    return report | {
+    sampling = {"cfg_scale": 1.0, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    prompts = ["a red apple", "a sun"]
+    rates = dict.fromkeys(("copy_bytes_per_s", "bf16_operations_per_s", "operations_per_s"), 1.0)
+    return {
+        "kind": KIND,
+        "version": VERSION,
         "command": "lantern-hpu bench --output <x>.json",
         "model": "some-model",
         "dtype": dtype,
         "weights": {"target": "abc", "drafter": "def"},
+        "environment": {"lantern_hpu": "0.1.0", **environment},
         "device_title": title,
+        "settings": {
+            "sampling": sampling,
+            "seed": 8,
+            "prompts": prompts,
+            "images": 8,
+            "warm_up": "x",
+        },
+        "sizes": {"tokens": 16},
+        "rates": rates,
+        "graphs": {"best": best},
         "notes": ["a note with <angles> & more"],
         "rows": [
             row_of(method, mode, batch, scale).as_json()
@@ -265,14 +248,13 @@ def test_an_existing_folder_is_left_alone(put: Callable[..., Path], tmp_path: Pa
     assert not any((tmp_path / "out").iterdir())
 
 
-@pytest.mark.parametrize("package", ["matplotlib.figure", "jsonschema"])
-def test_without_a_library_the_extra_is_named(
-    package: str, put: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_without_matplotlib_the_extra_is_named(
+    put: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = put(report_of())
-    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     asked = compare.CompareRequest((file,), tmp_path / "out")
-    with pytest.raises(OptionError, match=f"{package.split('.')[0]} is not installed"):
+    with pytest.raises(OptionError, match="matplotlib is not installed"):
         compare.compare_reports(asked)
     assert not (tmp_path / "out").exists()
 
@@ -342,8 +324,7 @@ def test_rows_of_several_relaxations_are_told_apart(put: Callable[..., Path]) ->
         replace(
             row_of("lantern++", graphs, 1, scale),
             relaxation=parse(rule).as_json(),
-            tv_per_token=0.09,
-        )
+        ).adding(tv_per_token=0.09)
         for rule, scale in zip(rules, (1.0, 2.0), strict=True)
         for graphs in ("eager", "cuda_graph")
     ]

@@ -28,8 +28,7 @@ from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.progress import ProgressBar
 from lantern_hpu.tree import DraftTree
 from lantern_lab.commands.fidelity import main
-from lantern_lab.evaluate.options import FidelityOptions
-from lantern_lab.fidelity import (
+from lantern_lab.measure.fidelity import (
     Place,
     averaged_expectation,
     batch_tv,
@@ -40,6 +39,7 @@ from lantern_lab.fidelity import (
     tv_at,
     weights_cost,
 )
+from lantern_lab.measure.options import FidelityOptions
 from lantern_lab.train.unroll import Lesson
 from tests.folder import write_folder
 from tests.tiny import circle, ring
@@ -179,8 +179,8 @@ def test_the_same_weights_cost_nothing_and_smaller_ones_little(tmp_path: Path) -
     tokens = 10 * (whole.model.target.config.tokens - 1)
     with ProgressBar(20, "image") as bar:
         nothing, some = (weights_cost(whole, other, options, bar) for other in (same, small))
-    assert (nothing.tokens, nothing.tv, nothing.tv_largest) == (tokens, 0, 0)
-    assert 0 < some.tv < some.tv_largest < 0.1 and some.tv_interval
+    assert [nothing[n] for n in ("tokens", "tv", "tv_largest")] == [tokens, 0, 0]
+    assert 0 < some["tv"] < some["tv_largest"] < 0.1 and some["tv_interval"]
     # By one pass over whole images, without a cache
     requests = [Request("red cat", seed, whole.model.sampling) for seed in range(4)]
     drawn = torch.from_numpy(whole.draw(requests, whole.resolve("ar"), 4).tokens)

@@ -27,7 +27,7 @@ from lantern_hpu.methods.relaxation import Multiplicative
 from lantern_hpu.models.transformer import Target
 from lantern_hpu.ops.kernels import PLAIN, product
 from lantern_hpu.ops.quantized import quantized_layer, replace_layers
-from lantern_lab.bench.run_bench import limits
+from lantern_lab.measure.bench import limits
 from tests.tiny import SMALL_TREE, draw, make_engine, request, spec_for, tiny_config, tiny_models
 
 MACHINE = {"card": "H", "driver": "580.1", "torch": "2.11", "triton": "3.6"}

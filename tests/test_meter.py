@@ -12,7 +12,7 @@ from torch import Tensor
 from lantern_hpu.decode.accept import tv_cost
 from lantern_hpu.methods.relaxation import Additive, Annealed, Clustered, Multiplicative, Relaxation
 from lantern_hpu.tree import DraftTree, DynamicTree, Tree, Window, load_tree
-from lantern_lab.fidelity import Place, root, tv_at
+from lantern_lab.measure.fidelity import Place, root, tv_at
 from lantern_lab.measure.frontier import main as frontier
 from tests.reference import Relaxed
 from tests.test_accept import RULES, acceptance_of, bounds_of, random_probs, siblings_probs

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.transforms import Bbox
 
-from lantern_lab import plots
+from lantern_lab.measure import plots
 
 NEAR = {
     "lambda=2": (2.02, 17.5),

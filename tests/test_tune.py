@@ -7,6 +7,8 @@ import json
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,12 +22,14 @@ from lantern_hpu.methods.relaxation import EXACT, Multiplicative
 from lantern_hpu.methods.setting import Resolved
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import read_png
-from lantern_hpu.results.progress import ProgressBar
 from lantern_hpu.tree import DraftTree, load_static
 from lantern_lab.commands import tune as command
-from lantern_lab.tune import result, tuner
-from lantern_lab.tune.options import TuneOptions
-from lantern_lab.tune.result import Figures, TunedRow, TuningResult, fastest_text, tuning_table
+from lantern_lab.measure import rows as measured
+from lantern_lab.measure import tune as tuner
+from lantern_lab.measure.meter import Meter, TimedBatch
+from lantern_lab.measure.options import TuneOptions
+from lantern_lab.measure.rows import Row
+from lantern_lab.measure.tune import Tuning
 
 # ------------------------------------------------------------------------------------ a model
 
@@ -136,45 +140,52 @@ def test_a_model_without_a_drafter_is_tuned_by_methods_that_need_none(model: Pat
 # ------------------------------------------------------------------------------------ the verdict
 
 
-def row(tree: DraftTree, measured: float) -> TunedRow:
-    """A row whose token takes so many milliseconds."""
-    return TunedRow(tree, Figures(1.5, 1.0, measured))
-
-
+RECORD: Any = SimpleNamespace(steps=10, tokens=16)
 AR = DraftTree.root_only()
 CHAIN, SHORT = load_static("chain"), load_static("chain_2")
 
 
-def tuning(*rows: TunedRow) -> TuningResult:
-    return TuningResult(rows)
+def row(tree: DraftTree, token: float, step: float = 1.0, rate: float = 1.5) -> Row:
+    """A row whose token takes so many milliseconds."""
+    method = "eagle" if tree.depth else "ar"
+    figures = {
+        "nodes": tree.size,
+        "tokens_per_step": rate,
+        "ms_per_step": step,
+        "ms_per_token": token,
+    }
+    return Row(method, tree.name, EXACT.as_json(), "eager", 1, figures)
+
+
+def tuning(*rows: Row) -> Tuning:
+    return Tuning(rows, [AR, SHORT, CHAIN][: len(rows)])
 
 
 def test_verdict_goes_by_what_was_measured() -> None:
     ar, short, chain = rows = row(AR, 10), row(SHORT, 8), row(CHAIN, 9)
     found = tuning(*rows)
-    assert (found.best, found.ar_wins, found.fastest) == (short, False, "chain_2")
-    assert fastest_text(found) == "chain_2 draws 1.25 times as fast as ar"
-    assert "| chain_2 | 3 | 1.50 | 1.00 | 8.00 | 1.25 |" in tuning_table(found)
+    assert (found.best, found.ar_wins) == (1, False)
+    assert found.verdict() == "chain_2 draws 1.25 times as fast as ar"
+    assert "| chain_2 | 3 | 1.50 | 1.00 | 8.00 | 1.25 |" in found.text()
     found = tuning(row(AR, 6), short, chain)
-    assert (found.best, found.ar_wins, found.fastest) == (short, True, "ar")
-    assert tuning(ar, row(SHORT, 12), chain).best is chain
+    assert (found.best, found.ar_wins) == (1, True) and found.verdict().startswith("ar wins")
+    assert tuning(ar, row(SHORT, 12), chain).best == 2
 
 
 def test_figures_that_cannot_be_are_not_saved(
     model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step over more tokens that takes less time than one of `ar`; equal steps that take unequal times."""
-    monkeypatch.setattr(result, "LEAST_STEP", 0.85)
-    monkeypatch.setattr(result, "MOST_SPREAD", 1.5)
-    slow = TunedRow(AR, Figures(1.0, 10.0, 10.0))
-    fast = TunedRow(CHAIN, Figures(2.61, 5.9, 2.25))  # 4.45 times at 2.61 tokens a step
+    monkeypatch.setattr(measured, "LEAST_STEP", 0.85)
+    monkeypatch.setattr(measured, "MOST_SPREAD", 1.5)
+    slow = row(AR, 10.0, 10.0, 1.0)
+    fast = row(CHAIN, 2.25, 5.9, 2.61)  # 4.45 times at 2.61 tokens a step
     assert "a step over 6 tokens took 5.9 ms, one of ar 10.0" in tuning(slow, fast).doubt
-    usual = TunedRow(CHAIN, Figures(2.61, 9.9, 3.8))
+    usual = row(CHAIN, 3.8, 9.9, 2.61)
     assert not tuning(slow, usual).doubt
     found = replace(tuning(slow, usual), spread=3.04)
     assert "took 3.0 times as long as the fastest: the machine was busy" in found.doubt
-    monkeypatch.setattr(tuner, "run_tuning", lambda *arguments: found)
-    monkeypatch.setattr(tuner, "tuning_report", lambda *arguments: {})
+    monkeypatch.setattr(tuner, "tune", lambda *arguments: found)
     assert tune(model, "--method", "scd") == 2
     said = capsys.readouterr()
     assert (
@@ -184,19 +195,19 @@ def test_figures_that_cannot_be_are_not_saved(
 
 
 def test_settings_take_turns(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch of each, then the next of each."""
+    """A batch of each, then the next of each; a row is the median of its batches."""
     drawn: list[tuple[str, int]] = []
 
-    def draw_batch(self: tuner.Tuner, tree: DraftTree, number: int) -> tuple[int, RunStats]:
-        drawn.append((tree.name, number))
-        return 10, RunStats(steps=10, steps_s=0.1 * (1 + number))
+    def draw(self: Meter, pixels: bool) -> None:
+        number = len(self.batches)
+        drawn.append((str(self.case.setting), number))
+        stats, record = RunStats(steps=10, steps_s=0.1 * (1 + number)), RECORD
+        self.batches.append(TimedBatch(stats, records=[record]))
 
-    monkeypatch.setattr(tuner.Tuner, "draw_batch", draw_batch)
+    monkeypatch.setattr(Meter, "draw", draw)
     pipeline = LanternPipeline.from_pretrained(str(model), device="cpu")
-    with ProgressBar(disable=True) as bar:
-        found = tuner.Tuner(pipeline, TuneOptions("scd", images=3), [], bar)
-        rows, spread = found.draw([AR, CHAIN])
-    assert drawn == [(name, number) for number in range(3) for name in (AR.name, "chain")]
-    assert spread == pytest.approx(2) and rows[0].measured.ms_per_step == pytest.approx(
-        20
-    )  # the median
+    found = tuner.tune(pipeline, TuneOptions("scd", images=3))
+    names = ["ar", "scd@2", "scd@5", "scd@8"]
+    assert drawn == [(name, number) for number in range(3) for name in names]
+    assert found.spread == pytest.approx(2)
+    assert found.rows[0]["ms_per_step"] == pytest.approx(20)  # the median

@@ -18,7 +18,7 @@ from lantern_hpu.decode.state import Bounds
 from lantern_hpu.methods.relaxation import EXACT, PRESETS, Blended, Verify, read_relaxation
 from lantern_hpu.methods.setting import Setting
 from lantern_hpu.tree import DraftTree, Tree, Window, load_tree
-from lantern_lab.fidelity import expectation, root
+from lantern_lab.measure.fidelity import expectation, root
 from tests.marks import mostly_slow
 from tests.reference import Relaxed
 from tests.test_accept import random_probs, siblings_probs

@@ -4,8 +4,8 @@
 
 Every figure is measured on this machine. Each (method, tree, graph mode, batch size) is warmed up - captured,
 replayed, and run for a few steps - before anything is timed, and the warm-up is reported, not hidden. Speed is given
-against `ar` in the same graph mode and batch, and against the method's own eager run. `bench/columns.py` has the
-fields of the report; `lantern-hpu compare` puts several of them together.
+against `ar` in the same graph mode and batch, and against the method's own eager run. `measure/rows.py` has the
+figures of the report; `lantern-hpu compare` puts several of them together.
 """
 
 from __future__ import annotations
@@ -23,15 +23,9 @@ from lantern_hpu.files import check_free
 from lantern_hpu.graphs import RUNNERS
 from lantern_hpu.methods.setting import AUTO, with_short_forms
 from lantern_hpu.tree import load_tree
-from lantern_lab.bench.cases import (
-    GRAPHS,
-    LARGE,
-    USUAL,
-    BenchRequest,
-    has_long_steps,
-)
-from lantern_lab.bench.columns import tables
-from lantern_lab.bench.report import show_report
+from lantern_lab.measure.options import GRAPHS, LARGE, USUAL, BenchRequest, has_long_steps
+from lantern_lab.measure.reports import show_report
+from lantern_lab.measure.rows import speed_tables
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -45,7 +39,7 @@ def make_parser() -> argparse.ArgumentParser:
     options.add_fields(parser, DeviceOptions, "kernels", "quantize")
     options.add_method_options(parser, USUAL["methods"])
     add("--graphs", help=modes)
-    options.add_fields(parser, DeviceOptions, *options.PROCESSOR)
+    options.add_fields(parser, DeviceOptions, "threads")
     add("--batch-sizes", help=sizes)
     add("--output", type=options.file_path, metavar="FILE.json")
     add("--force", action="store_true", help="replace an existing file")
@@ -83,13 +77,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_free([args.output], args.force)
         began = time.perf_counter()
         prepare(wanted.options.device, wanted.mode)  # before torch is imported
-        from lantern_lab.bench.run_bench import open_pipeline, run_bench
+        from lantern_lab.measure.bench import open_pipeline, run_bench
 
         import_s = time.perf_counter() - began
         with closing(open_pipeline(wanted)) as pipeline:
             if has_long_steps(pipeline):
                 wanted = bench_request(args, LARGE)
             report = run_bench(pipeline, wanted, given, import_s)
-        show_report(report, tables(report), args.output, args.force)
+        show_report(report, speed_tables(report), args.output, args.force)
 
     return exit_code(command)

@@ -17,7 +17,7 @@ from lantern_hpu.commands.options import Parser, add_fields, from_args
 from lantern_hpu.errors import OutputError, exit_code
 from lantern_hpu.fields import option
 from lantern_hpu.files import write_file
-from lantern_lab.compare import document, draw_chart, load, main_table, notes
+from lantern_lab.measure.compare import document, draw_chart, load, main_table, notes
 
 NAME = "comparison"  # of both files
 

@@ -154,10 +154,10 @@ def evaluate(wanted: EvaluateRequest, argv: Sequence[str]) -> str:
         device = device.on_host()
     prepare(device.device, device.graphs)  # before torch is imported
     from lantern_hpu.pipeline import LanternPipeline
-    from lantern_lab.bench.report import heading
     from lantern_lab.evaluate.evaluation import Evaluation, Scorer
     from lantern_lab.evaluate.scorer_builtin import PaintedScorer
     from lantern_lab.evaluate.scorer_published import LibraryScorer
+    from lantern_lab.measure.reports import heading
 
     # What a protocol lacks is an error before the model is loaded.
     scorer: Scorer | None = None

@@ -31,8 +31,8 @@ from lantern_hpu.files import check_free
 from lantern_hpu.methods.relaxation import EXACT
 from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.results.tables import markdown
-from lantern_lab.bench.report import heading, show_report
-from lantern_lab.evaluate.options import FidelityOptions
+from lantern_lab.measure.options import FidelityOptions
+from lantern_lab.measure.reports import heading, show_report
 
 DEFAULT_ROWS = (
     "ar,eagle,eagle2,lantern:delta-0.1,lantern:delta-0.2,lantern:delta-0.4,"
@@ -94,7 +94,7 @@ def measure_fidelity(args: argparse.Namespace, argv: Sequence[str]) -> None:
     prepare(device.device, device.graphs)  # before torch is imported
     from lantern_hpu.pipeline import LanternPipeline
     from lantern_hpu.results.progress import ProgressBar
-    from lantern_lab.fidelity import fidelity_rows, images_total, weights_cost
+    from lantern_lab.measure.fidelity import fidelity_rows, images_total, weights_cost
 
     load = partial(LanternPipeline.from_pretrained, args.model)
     with closing(load(**vars(device))) as pipeline:
@@ -106,10 +106,11 @@ def measure_fidelity(args: argparse.Namespace, argv: Sequence[str]) -> None:
                 hint = "the folder that it was converted from"
                 raise OptionError(f"{args.model} has nothing to compare with", why, hint)
             with closing(whole), ProgressBar(options.images, "image") as bar:
-                more["weights"] = asdict(weights_cost(whole, pipeline, options, bar))
+                more["weights"] = weights_cost(whole, pipeline, options, bar)
             lines = [weights_text(device.quantize, more["weights"]), ""]
         with ProgressBar(images_total(pipeline, settings, options), "image") as bar:
-            rows = list(fidelity_rows(pipeline, settings, options, bar))
+            found = fidelity_rows(pipeline, settings, options, bar)
+            rows = [row.as_json() for row in found]
         sizes = {name: value for name, value in asdict(options).items() if name != "seed"}
         result = heading("lantern_hpu.fidelity", pipeline, argv) | sizes | {"rows": rows} | more
     show_report(result, "\n".join([*lines, fidelity_table(rows)]), args.output, args.force)

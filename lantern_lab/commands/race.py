@@ -11,45 +11,22 @@ import argparse
 import sys
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
-from pathlib import Path
 
 from lantern_hpu import __version__
 from lantern_hpu.backends import DeviceOptions, prepare
 from lantern_hpu.commands import options
 from lantern_hpu.commands.generate import busy_note
-from lantern_hpu.core import check_prompt
 from lantern_hpu.errors import Arg, OutputError, exit_code, shell
-from lantern_hpu.fields import MAX_SEED, check_ranges, option
 from lantern_hpu.files import ASSETS, own_cache, sha256
 from lantern_hpu.methods.setting import Setting
 from lantern_hpu.results.tables import aligned
-from lantern_lab.bench.report import heading
 from lantern_lab.commands.stretch import LLAMAGEN, StretchRequest, stretch
+from lantern_lab.measure.options import RaceRequest
+from lantern_lab.measure.reports import heading
 
 SETTINGS = (
     "ar,auto,lantern++:tv=0.1"  # the reference, the fastest lossless one, one of bounded cost
 )
-
-
-@dataclass(frozen=True)
-class RaceRequest:
-    """What is drawn with which model, and where it goes."""
-
-    prompt: str = option("a red balloon over green hills", "text to draw")
-    seed: int = option(2, "of the image", low=0, high=MAX_SEED)
-    turns: int = option(1, "times that each setting draws, in turns; the fastest counts", low=1)
-    model: str = option(
-        "llamagen-xl",
-        f"a model, or sizes that the embedded one is widened to: {', '.join(LLAMAGEN)}",
-    )
-    output: Path = option(
-        Path("race"), "folder for race.gif, race.png and race.json; must not exist"
-    )
-
-    def __post_init__(self) -> None:
-        check_prompt(self.prompt)
-        check_ranges(self)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -74,7 +51,7 @@ def model_of(name: str) -> str:
     return str(folder)
 
 
-def race(
+def run_race(
     asked: RaceRequest, settings: Sequence[Setting], device: DeviceOptions, argv: Sequence[str]
 ) -> str:
     """Draw and write. -> the table"""
@@ -84,7 +61,7 @@ def race(
     prepare(device.device, device.graphs)  # before torch is imported
     from lantern_hpu.models.files.write import staged
     from lantern_hpu.pipeline import LanternPipeline
-    from lantern_lab import race
+    from lantern_lab.measure import race
 
     model = model_of(asked.model)
     loaded = LanternPipeline.from_pretrained(model, **vars(device))
@@ -92,9 +69,8 @@ def race(
         resolved = list(dict.fromkeys(pipeline.resolve(setting) for setting in settings))
         if busy := busy_note(pipeline):
             print(f"note: other programs slow this race down: {busy}", file=sys.stderr)
-        runs = race.draw_runs(pipeline, resolved, asked.prompt, asked.seed, asked.turns)
-        ar = race.ar_of({run.setting: run for run in runs})
-        rows = [run.as_json(ar) for run in runs]
+        runs = race.race(pipeline, resolved, asked.prompt, asked.seed, asked.turns)
+        rows = [run.row.as_json() for run in runs]
         about = {"prompt": asked.prompt, "seed": asked.seed, "turns": asked.turns, "rows": rows}
         race.write_race(folder, runs, heading("lantern_hpu.race", pipeline, argv) | about)
     found = race.table(rows)
@@ -113,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def command() -> None:
         asked = options.from_args(RaceRequest, args)
         settings = options.settings_of(args, SETTINGS)
-        print(race(asked, settings, options.from_args(DeviceOptions, args), given))
+        print(run_race(asked, settings, options.from_args(DeviceOptions, args), given))
         print(f"wrote race.gif, race.png and race.json into {asked.output}")
 
     return exit_code(command)

@@ -15,7 +15,6 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING
 
 from lantern_hpu.backends import DeviceOptions, prepare
 from lantern_hpu.commands.options import (
@@ -32,40 +31,18 @@ from lantern_hpu.methods import tuned_trees
 from lantern_hpu.methods.setting import Setting
 from lantern_hpu.models.files.names import PartOverrides
 from lantern_hpu.results.prompts import read_prompts
-from lantern_lab.bench.cases import has_long_steps
-from lantern_lab.tune.options import LARGE, TuneOptions
-
-if TYPE_CHECKING:
-    from lantern_lab.tune.result import TuningResult
+from lantern_lab.measure.options import TUNE_LARGE, TuneOptions, has_long_steps
 
 
 def make_parser() -> argparse.ArgumentParser:
     about = "Find the draft tree or window that is fastest for a model on this device."
     parser = Parser("lantern-hpu tune", description=about)
-    what = parser.add_argument_group("what to tune for")
-    add_fields(what, TuneOptions, "model")
-    add_fields(what, PartOverrides)
-    add_device_options(what)
-    add_fields(what, DeviceOptions, "quantize")
-    add_fields(what, TuneOptions, "method", "batch_size")
-    add_short_forms(what)
-    how = parser.add_argument_group("how to measure")
-    add_fields(how, TuneOptions, "prompts", "images", "seed")
-    where = parser.add_argument_group("where it goes")
-    add_fields(where, TuneOptions, "output", "report", "force")
+    add_fields(parser, TuneOptions)
+    add_fields(parser, PartOverrides, "drafter", "text_encoder")
+    add_short_forms(parser)
+    add_device_options(parser)
+    add_fields(parser, DeviceOptions, "quantize")
     return parser
-
-
-def save_fastest(
-    tuning: TuningResult, situation: tuned_trees.Situation, args: argparse.Namespace
-) -> None:
-    """Keep the fastest tree for `--tree auto`, and print the command that draws with it."""
-    from lantern_lab.tune.result import fastest_command
-
-    gain = tuning.best.times_as_fast(tuning.rows[0])
-    file = tuned_trees.save_tree(situation, tuned_trees.TunedTree(tuning.best.tree, gain))
-    command = fastest_command(tuning, situation, vars(args))
-    print(f"saved {file}\nto draw with the fastest:\n  {command}")
 
 
 def tune_options(args: argparse.Namespace, **usual: int) -> TuneOptions:
@@ -79,32 +56,44 @@ def tune_options(args: argparse.Namespace, **usual: int) -> TuneOptions:
 def tune_trees(args: argparse.Namespace, argv: Sequence[str]) -> None:
     options = tune_options(args)
     check_free([file for file in (options.output, options.report) if file], options.force)
-    prompts = read_prompts(options.prompts) if options.prompts else []
+    prompts = read_prompts(options.prompts) if options.prompts else ()
     device = from_args(DeviceOptions, args)
     prepare(device.device, device.graphs)  # before torch is imported
     from lantern_hpu.pipeline import LanternPipeline
-    from lantern_lab.tune.result import tuning_text
-    from lantern_lab.tune.tuner import check_model, run_tuning, tuning_report
+    from lantern_lab.measure import tune
+    from lantern_lab.measure.reports import heading
 
     given = from_args(PartOverrides, args)
     loaded = LanternPipeline.from_pretrained(options.model, given=given, **vars(device))
     with closing(loaded) as pipeline:
         situation = pipeline.situation(str(options.setting), options.batch_size)
-        check_model(pipeline, situation)
+        tune.check_model(pipeline, situation)
         if has_long_steps(pipeline):
-            options = tune_options(args, images=LARGE["images"])
-        tuning = run_tuning(pipeline, options, prompts)
-        print(tuning_text(tuning))
+            options = tune_options(args, images=TUNE_LARGE["images"])
+        tuning = tune.tune(pipeline, options, prompts)
+        print(tuning.text())
         if tuning.doubt:
             hint = "the same command when nothing else runs here"
             raise DeviceError("nothing is saved", tuning.doubt, hint)
-        whole = tuning_report(pipeline, options, tuning, situation, argv)
-    tree, report = tuned_trees.tree_file(tuning.best.tree), json.dumps(whole, indent=1).encode()
-    for file, data in ((options.output, tree), (options.report, report)):
+        report = heading("lantern_hpu.tune", pipeline, argv)
+    best, tree = tuning.rows[tuning.best], tuning.trees[tuning.best]
+    report |= {
+        "situation": situation,
+        "images": options.images,
+        "rows": [row.as_json() for row in tuning.rows],
+        "fastest": "ar" if tuning.ar_wins else best.tree,
+    }
+    content = {
+        options.output: tuned_trees.tree_file(tree),
+        options.report: json.dumps(report, indent=1).encode(),
+    }
+    for file, data in content.items():
         if file is not None:
             write_file(file, data, options.force)
             print(f"wrote {file}")
-    save_fastest(tuning, situation, args)
+    saved = tuned_trees.save_tree(situation, tuned_trees.TunedTree(tree, tuning.times_ar(best)))
+    command = tune.fastest_command(tuning, situation, vars(args))
+    print(f"saved {saved}\nto draw with the fastest:\n  {command}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

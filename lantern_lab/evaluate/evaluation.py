@@ -14,7 +14,6 @@ from lantern_hpu.errors import OptionError
 from lantern_hpu.files import parse_json, write_file
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.progress import ProgressBar
-from lantern_lab.bench.report import write_report
 from lantern_lab.evaluate.drawing import (
     AGAIN,
     Column,
@@ -23,7 +22,7 @@ from lantern_lab.evaluate.drawing import (
     share_with_workers,
 )
 from lantern_lab.evaluate.folder import open_evaluation, pictures_in
-from lantern_lab.evaluate.options import EvaluateRequest, FidelityOptions
+from lantern_lab.evaluate.options import EvaluateRequest
 from lantern_lab.evaluate.quality_rows import (
     NOISE,
     PACE,
@@ -40,9 +39,11 @@ from lantern_lab.evaluate.scorer_builtin import PaintedScorer, extra_of
 from lantern_lab.evaluate.scorer_published import LibraryScorer
 from lantern_lab.evaluate.sets import digest
 from lantern_lab.evaluate.statistics import Rows, figures
-from lantern_lab.fidelity import fidelity_rows, images_total
+from lantern_lab.measure.fidelity import fidelity_rows, images_total
+from lantern_lab.measure.options import FidelityOptions
+from lantern_lab.measure.plots import in_style
+from lantern_lab.measure.reports import write_report
 from lantern_lab.pages import render_page
-from lantern_lab.plots import in_style
 
 SIDE_BY_SIDE = (
     "Workers drew the pictures, side by side: seconds an image are those of one of them, and the device named here is "

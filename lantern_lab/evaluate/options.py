@@ -23,23 +23,6 @@ EXPORTED = (
 
 
 @dataclass(frozen=True)
-class FidelityOptions:
-    """How much is measured."""
-
-    images: int = option(
-        64, "positions to measure, one per image", name="num_images", low=1, high=MAX_IMAGES
-    )
-    draws: int = option(
-        256, "samples per position to estimate rejected drafts of a static tree", low=1
-    )
-    timed: int = option(8, "images to time", low=1, high=MAX_IMAGES)
-    seed: int = option(0, "of the first image")
-
-    def __post_init__(self) -> None:
-        check_ranges(self)
-
-
-@dataclass(frozen=True)
 class EvaluateOptions:
     """What is drawn and how it is scored, in every protocol.
 

@@ -11,7 +11,6 @@ import numpy as np
 
 from lantern_hpu.methods.relaxation import read_relaxation
 from lantern_hpu.results.tables import Columns, Table
-from lantern_lab import plots
 from lantern_lab.evaluate.drawing import Line
 from lantern_lab.evaluate.statistics import (
     Array,
@@ -22,6 +21,7 @@ from lantern_lab.evaluate.statistics import (
     floors,
     ratio_metric,
 )
+from lantern_lab.measure import plots
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

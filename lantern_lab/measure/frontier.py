@@ -25,8 +25,8 @@ from lantern_hpu.methods.setting import Resolved
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import tokens_per_step
 from lantern_hpu.results.prompts import usual_prompts
-from lantern_lab import plots
-from lantern_lab.fidelity import interval
+from lantern_lab.measure import plots
+from lantern_lab.measure.fidelity import interval
 
 ROWS = (
     "scd@16,scd:tv=0.05@16,scd:tv=0.07@16,scd:tv=0.1@16,scd:tv=0.12@16,scd:tv=0.15@16,scd:tv=0.2@16,scd:tv=0.3@16,"

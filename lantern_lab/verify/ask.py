@@ -25,8 +25,8 @@ from lantern_hpu.models.transformer import Target
 from lantern_hpu.ops import sampling
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.plan.requirements import Counted, setup_of
-from lantern_lab.bench.cases import BenchRequest
-from lantern_lab.bench.run_bench import open_pipeline, run_bench
+from lantern_lab.measure.bench import open_pipeline, run_bench
+from lantern_lab.measure.options import BenchRequest
 from lantern_lab.verify.distribution import LEAST_CHANCE, measure
 from lantern_lab.verify.items import (
     CUTS_REFUSED,

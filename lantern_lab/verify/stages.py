@@ -19,7 +19,7 @@ from lantern_hpu.backends.hpu import env as hpu_env
 from lantern_hpu.errors import Arg, OptionError, OutputError, choices, require, words
 from lantern_hpu.fields import option
 from lantern_hpu.files import reading
-from lantern_lab.bench.report import write_report
+from lantern_lab.measure.reports import write_report
 from lantern_lab.verify.items import Question, Result, Stage, items_of, stages_of
 
 KIND = "lantern_hpu.verify"

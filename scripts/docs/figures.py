@@ -26,9 +26,8 @@ from lantern_hpu.files import write_file
 from lantern_hpu.methods.relaxation import read_relaxation
 from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.results.tables import markdown
-from lantern_lab import plots, race
-from lantern_lab.bench.columns import relaxed_name
-from lantern_lab.compare import in_numbers
+from lantern_lab.measure import plots, race
+from lantern_lab.measure.rows import in_numbers, relaxed_name
 from scripts import ROOT
 
 RESULTS, IMAGES = ROOT / "benchmarks" / "results", ROOT / "docs" / "images"

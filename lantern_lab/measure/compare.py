@@ -8,9 +8,8 @@ own. The same files give the same bytes.
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from string import ascii_uppercase
@@ -19,33 +18,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lantern_hpu.errors import OptionError
 from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.results.tables import Table, figure
-from lantern_lab import plots
-from lantern_lab.bench.columns import EAGER, SpeedRow
-from lantern_lab.reports import Report, read_report
+from lantern_lab.measure import plots
+from lantern_lab.measure.reports import NAMED, SAME, Report, read_report, rows_of
+from lantern_lab.measure.rows import EAGER, Row, in_numbers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 BEST = "best mode"
-# What must be equal for reports to be compared at all: how it is called, and where it is found
-SAME: dict[str, Callable[[Report], Any]] = {
-    "model": lambda r: r["model"],
-    "weights": lambda r: r["weights"]["target"],
-    "drafter": lambda r: r["weights"]["drafter"],
-    "tokens of an image": lambda r: r["sizes"]["tokens"],
-    "sampling": lambda r: r["settings"]["sampling"],
-    "seed": lambda r: r["settings"]["seed"],
-    "prompts": lambda r: r["settings"]["prompts"],
-}
 OF_THE_MODEL = ("weights", "drafter", "tokens of an image", "sampling")
-# What may differ, and is named
-NAMED: dict[str, tuple[Callable[[Report], Any], str]] = {
-    "number format": (lambda r: r["dtype"], "their rows are apart; one dtype makes them alike"),
-    "images": (lambda r: r["settings"]["images"], "the means are over other images"),
-    "kernels": (lambda r: r["settings"].get("kernels", "auto"), "a device's own were switched off"),
-    "lantern_hpu": (lambda r: r["environment"]["lantern_hpu"], "the code may differ"),
-}
 
 
 class Key(NamedTuple):
@@ -65,17 +47,17 @@ class Run:
 
     title: str
     report: Report
-    rows: tuple[SpeedRow, ...]
+    rows: tuple[Row, ...]
 
     @property
     def best(self) -> str:
         return str(self.report["graphs"]["best"])
 
-    def key(self, row: SpeedRow) -> Key:
+    def key(self, row: Row) -> Key:
         dtype = str(self.report["dtype"])
-        return Key(row.method, row.tree, row.draft[0], dtype, row.graphs, row.batch_size)
+        return Key(row.method, row.tree, row.name, dtype, row.graphs, row.batch_size)
 
-    def find(self, key: Key) -> SpeedRow | None:
+    def find(self, key: Key) -> Row | None:
         """Its row of a key, if it has one."""
         key = key._replace(graphs=self.best) if key.graphs == BEST else key
         return next((row for row in self.rows if self.key(row) == key), None)
@@ -134,8 +116,8 @@ def load(files: Sequence[Path]) -> list[Run]:
         raise OptionError(f"{file} is given twice")
     reports = [read_report(file) for file in files]
     check_comparable(files, reports)
-    rows = [tuple(map(SpeedRow.from_json, report["rows"])) for report in reports]
-    return [Run(*run) for run in zip(titles_of(files, reports), reports, rows, strict=True)]
+    runs = zip(titles_of(files, reports), reports, map(rows_of, reports), strict=True)
+    return [Run(*run) for run in runs]
 
 
 def titles_of(files: Sequence[Path], reports: Sequence[Report]) -> list[str]:
@@ -194,14 +176,15 @@ def main_table(runs: Sequence[Run]) -> str:
     return Table(["method", "tree", "graphs", "batch", "format", *heads], lines).markdown()
 
 
-def run_cell(row: SpeedRow | None, first: SpeedRow | None) -> str:
+def run_cell(row: Row | None, first: Row | None) -> str:
     if row is None:
         return ""
-    said = [f"{figure(row.seconds_per_image)} s"]
-    if row.speed_against_ar is not None and row.method != "ar":
-        said.append(f"{row.speed_against_ar:.2f} x ar")
+    seconds, gain = row["seconds_per_image"], row["speed_against_ar"]
+    said = [f"{figure(seconds)} s"]
+    if gain is not None and row.method != "ar":
+        said.append(f"{gain:.2f} x ar")
     if first is not None:
-        said.append(f"{first.seconds_per_image / row.seconds_per_image:.2f} x A")
+        said.append(f"{first['seconds_per_image'] / seconds:.2f} x A")
     return ", ".join(said)
 
 
@@ -257,7 +240,7 @@ def latency(runs: Sequence[Run]) -> Figure:
     panels[0].set_yticks(range(len(lines)), names_of(lines))
     panels[0].set_ylim(len(lines) - 0.45, -0.55)
     panels[0].set_ylabel("method")
-    seconds = [row.seconds_per_image for row in rows]
+    seconds = [row["seconds_per_image"] for row in rows]
     most, log = max(map(slowest, rows)), plots.far_apart(seconds)
     for batch, axes in zip(batches, panels, strict=True):
         axes.set_title(f"batch {batch}")
@@ -283,27 +266,25 @@ def names_of(lines: Sequence[tuple[Any, ...]]) -> list[str]:
     ]
 
 
-def in_numbers(tree: str) -> list[tuple[int, str]]:
-    """A key that sorts `scd:8` before `scd:16`."""
-    return [(int(part or 0) if part.isdigit() else -1, part) for part in re.split(r"(\d+)", tree)]
-
-
-def slowest(row: SpeedRow) -> float:
+def slowest(row: Row) -> float:
     """The 95th percentile, or the mean where a single slow batch makes that more."""
-    return max(row.seconds_per_image, row.p95_seconds_per_image)
+    return max(row["seconds_per_image"], row["p95_seconds_per_image"])
 
 
 def draw_bars(axes: Axes, run: Run, keys: Sequence[Key], index: int, thick: float) -> None:
     """The bars of one run in one mode, with their values."""
     rows = {i: row for i, key in enumerate(keys) if (row := run.find(key))}
-    seconds = [row.seconds_per_image for row in rows.values()]
+    seconds = [row["seconds_per_image"] for row in rows.values()]
     bars = axes.barh(
         [i - 0.4 + thick * (index + 0.5) for i in rows],
         seconds,
         thick * 0.92,
         color=f"C{index}",
         label=f"{run.title}, {keys[0].dtype}, {keys[0].graphs}",
-        xerr=[[0.0] * len(rows), [slowest(row) - row.seconds_per_image for row in rows.values()]],
+        xerr=[
+            [0.0] * len(rows),
+            [slowest(row) - row["seconds_per_image"] for row in rows.values()],
+        ],
         error_kw={"ecolor": "#333333", "elinewidth": 1},
     )
     axes.bar_label(bars, [figure(s) for s in seconds], padding=4, fontsize=8)

@@ -44,8 +44,9 @@ from lantern_hpu.results.images import tokens_per_step
 from lantern_hpu.results.progress import ProgressBar
 from lantern_hpu.results.prompts import usual_prompts
 from lantern_hpu.tree import DraftTree, Tree
-from lantern_lab.evaluate.drawing import seconds_of
-from lantern_lab.evaluate.options import FidelityOptions
+from lantern_lab.measure.meter import Meter, take_turns, usual_requests
+from lantern_lab.measure.options import FidelityOptions
+from lantern_lab.measure.rows import Case, Row
 
 BATCH = 8  # images whose places are found together
 MOST_NUMBERS = 2**23  # of a table that is made for several draws together
@@ -240,17 +241,16 @@ def interval(values: Sequence[float]) -> float | None:
 # ------------------------------------------------------------------------------------ all of it
 
 
-def speed(
-    pipeline: LanternPipeline, setting: Resolved, options: FidelityOptions
-) -> dict[str, float]:
-    """Tokens a step and milliseconds an image, one image at a time, after a first one."""
-    index, sampling = range(options.timed), pipeline.model.sampling
-    requests = in_turn(prompts_of(pipeline), index, options.seed, sampling, setting.relaxation)
-    pipeline.draw(requests[:1], setting, 1)
-    result = pipeline.draw(requests, setting, 1)
+def speed(pipeline: LanternPipeline, case: Case, options: FidelityOptions) -> dict[str, float]:
+    """Tokens a step and milliseconds an image, one image at a time."""
+    meter = Meter(pipeline, case, usual_requests(pipeline, case, options.timed, options.seed))
+    with ProgressBar(disable=True) as bar:
+        take_turns([meter], options.timed, bar)
+    records = [record for batch in meter.batches for record in batch.records]
+    seconds = sum(batch.seconds for batch in meter.batches)
     return {
-        "tokens_per_step": tokens_per_step(result.records),
-        "ms_per_image": 1000 * seconds_of(result.timing) / options.timed,
+        "tokens_per_step": tokens_per_step(records),
+        "ms_per_image": 1000 * seconds / options.timed,
     }
 
 
@@ -270,7 +270,8 @@ def fidelity_rows(
     settings: Sequence[Setting],
     options: FidelityOptions,
     bar: ProgressBar,
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Row]:
+    """A row a setting; `row` of its figures is how it was asked for."""
     if pipeline.model.sampling.greedy:
         why = "its tokens have no distribution to move"
         raise OptionError(f"{pipeline.model.name} is greedy", why)
@@ -287,28 +288,16 @@ def fidelity_rows(
         elif setting.commit > 1:
             tv = metered_tv(pipeline, setting, options)
         bar.update(options.images)
-        drawn = speed(pipeline, setting, options)
+        case = Case(setting, pipeline.fit.graphs, 1)
+        drawn = speed(pipeline, case, options)
         bar.update(options.timed)
-        yield {
+        moved = {
             "row": str(asked),
-            "method": setting.method,
-            "relaxation": setting.relaxation.as_json(),
             "places": len(tv),
             "tv": statistics.fmean(tv),
             "tv_interval": interval(tv) if tv != [0.0] else 0.0,
-            **drawn,
         }
-
-
-@dataclass(frozen=True)
-class WeightsCost:
-    """Total variation of a token's distribution that smaller weights cost."""
-
-    images: int
-    tokens: int  # measured, of all images
-    tv: float  # their mean
-    tv_interval: float | None  # of the images' means
-    tv_largest: float
+        yield Row.of(case, moved | drawn)
 
 
 def follow(
@@ -346,8 +335,11 @@ def batch_tv(whole: LanternPipeline, small: LanternPipeline, requests: Sequence[
 @torch.no_grad()
 def weights_cost(
     whole: LanternPipeline, small: LanternPipeline, options: FidelityOptions, bar: ProgressBar
-) -> WeightsCost:
-    """Of a model whose weights are smaller, on images of the same model as it is."""
+) -> dict[str, Any]:
+    """Total variation of a token's distribution that smaller weights cost, on images of the same model as it is.
+
+    `tokens` were measured of all images; `tv` is their mean, its interval that of the images' means.
+    """
     bar.set_description("weights")
     parts = []
     for index in torch.arange(options.images).split(BATCH):
@@ -356,8 +348,13 @@ def weights_cost(
         parts.append(batch_tv(whole, small, requests))
         bar.update(len(requests))
     tv = torch.cat(parts)  # [images, N - 1]
-    around = interval(tv.mean(1).tolist())
-    return WeightsCost(options.images, tv.numel(), float(tv.mean()), around, float(tv.max()))
+    return {
+        "images": options.images,
+        "tokens": tv.numel(),
+        "tv": float(tv.mean()),
+        "tv_interval": interval(tv.mean(1).tolist()),
+        "tv_largest": float(tv.max()),
+    }
 
 
 def images_total(

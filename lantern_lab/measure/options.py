@@ -1,15 +1,16 @@
-"""What a benchmark is to measure: its options, and the rows that follow on a device. Needs no torch."""
+"""What the commands that measure are asked for, and what follows from the device. Needs no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lantern_hpu.backends import LARGE_PARAMETERS, DeviceOptions
-from lantern_hpu.core import Request
+from lantern_hpu.core import Request, check_prompt
 from lantern_hpu.errors import Arg, DeviceError, OptionError, as_option, choices, words
-from lantern_hpu.fields import MAX_IMAGES, check_ranges, option
+from lantern_hpu.fields import MAX_IMAGES, MAX_SEED, check_ranges, option
 from lantern_hpu.methods.relaxation import Relaxation
 from lantern_hpu.methods.setting import (
     AUTO,
@@ -19,13 +20,14 @@ from lantern_hpu.methods.setting import (
     Resolved,
     Setting,
 )
+from lantern_lab.measure.rows import Case
 
 if TYPE_CHECKING:
     from lantern_hpu.backends.base import Backend
     from lantern_hpu.pipeline import LanternPipeline
 
 GRAPHS = "eager,auto"
-# What a run measures unless something else is asked for
+# What `bench` measures unless something else is asked for
 USUAL = {"methods": ",".join(METHODS), "batch_sizes": "1,8"}
 # The same of a large model where arithmetic is scarce: an image takes long, small trees and windows can pay
 LARGE = {
@@ -34,11 +36,23 @@ LARGE = {
     "batch_sizes": "1",
     "images": "1",
 }
+TUNABLE = [name for name, method in METHODS.items() if method.tunable]
+TUNE_LARGE = {"max_nodes": 12, "images": 3}  # what `tune` measures of a large model on a processor
+HELD_OUT = 1_000_000  # added to seeds: a tree is not chosen on images that are looked at
+
+
+def has_long_steps(pipeline: LanternPipeline) -> bool:
+    """Whether the model is large for a device on which arithmetic is scarce, as processors."""
+    parameters = pipeline.model.config.target.parameters
+    return parameters >= LARGE_PARAMETERS and not pipeline.drafting_defaults.idle_arithmetic
+
+
+# ------------------------------------------------------------------------------------ bench
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchRequest:
-    """The options of a run."""
+    """The options of `bench`."""
 
     model: str = option("builtin", "`builtin`, a known model, a Hub id or a model folder")
     options: DeviceOptions = field(default_factory=DeviceOptions)
@@ -68,31 +82,6 @@ class BenchRequest:
     def mode(self) -> str:
         """What a device prepares for: its best graph mode, if that is asked for."""
         return AUTO if AUTO in self.modes else self.modes[0]
-
-
-def has_long_steps(pipeline: LanternPipeline) -> bool:
-    """Whether the model is large for a device on which arithmetic is scarce, as processors."""
-    parameters = pipeline.model.config.target.parameters
-    return parameters >= LARGE_PARAMETERS and not pipeline.drafting_defaults.idle_arithmetic
-
-
-# ------------------------------------------------------------------------------------ rows
-
-
-@dataclass(frozen=True)
-class Case:
-    """What one row measures."""
-
-    setting: Resolved
-    mode: str
-    batch: int
-
-    def __str__(self) -> str:
-        return f"{self.setting}, {self.mode}, batch {self.batch}"
-
-    def timed_batches(self, images: int) -> int:
-        """How many batches are timed: enough for this many images."""
-        return -(-images // self.batch)
 
 
 def measurable_modes(
@@ -137,3 +126,84 @@ def cases_of(pipeline: LanternPipeline, wanted: BenchRequest, modes: Sequence[st
                 )
                 raise OptionError(what, "rows are identified by the names of trees")
     return [Case(setting, mode, batch) for mode in modes for (*_, batch), setting in result.items()]
+
+
+# ------------------------------------------------------------------------------------ tune, race, fidelity
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """For what trees are compared, how many images are drawn with each, and where the fastest goes."""
+
+    method: str = option("eagle", f"{', '.join(TUNABLE)}, or a setting without a tree")
+    batch_size: int = option(1, "images per batch", low=1)
+    model: str = option("builtin", "model name, Hub id, folder or weights file")
+    prompts: Path | None = option(
+        None, "prompts: .txt, .tsv or .json (eight built-in prompts)", metavar="FILE"
+    )
+    images: int = option(
+        8,
+        f"least number of images per tree; large on a processor {TUNE_LARGE['images']}",
+        name="num_images",
+        low=1,
+    )
+    output: Path | None = option(
+        None, "write the tree, which `generate` takes as a tree", metavar="TREE.json"
+    )
+    report: Path | None = option(None, "write all measurements", metavar="FILE.json")
+    force: bool = option(False, "replace existing files")
+
+    @property
+    def setting(self) -> Setting:
+        """The method, and how it is relaxed."""
+        return Setting.parse(self.method)
+
+    def __post_init__(self) -> None:
+        if self.setting.method not in TUNABLE:
+            what = words(Arg("method", self.method), "cannot be tuned")
+            raise OptionError(what, hint=choices(TUNABLE))
+        if self.setting.tree is not None:
+            what = words(Arg("method", self.method), "has a tree of its own")
+            raise OptionError(what, "tune finds the tree", "the method without a tree")
+        check_ranges(self)
+        for file in (self.output, self.report):
+            if file and file.suffix != ".json":
+                hint = "a name ending in .json"
+                raise OptionError(f"cannot write {file}", "it will be JSON", hint)
+
+
+@dataclass(frozen=True)
+class FidelityOptions:
+    """How much is measured."""
+
+    images: int = option(
+        64, "positions to measure, one per image", name="num_images", low=1, high=MAX_IMAGES
+    )
+    draws: int = option(
+        256, "samples per position to estimate rejected drafts of a static tree", low=1
+    )
+    timed: int = option(8, "images to time", low=1, high=MAX_IMAGES)
+    seed: int = option(0, "of the first image")
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+
+@dataclass(frozen=True)
+class RaceRequest:
+    """What is drawn with which model, and where it goes."""
+
+    prompt: str = option("a red balloon over green hills", "text to draw")
+    seed: int = option(2, "of the image", low=0, high=MAX_SEED)
+    turns: int = option(1, "times that each setting draws, in turns; the fastest counts", low=1)
+    model: str = option(
+        "llamagen-xl",
+        "a model, or sizes that the embedded one is widened to: llamagen-b, -l, -xl, -xxl",
+    )
+    output: Path = option(
+        Path("race"), "folder for race.gif, race.png and race.json; must not exist"
+    )
+
+    def __post_init__(self) -> None:
+        check_prompt(self.prompt)
+        check_ranges(self)

@@ -6,26 +6,28 @@ import os
 import platform
 import re
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from itertools import groupby
 from typing import Any
 
+import numpy as np
 import torch
 
 from lantern_hpu.backends.host import processor_name
 from lantern_hpu.errors import Arg, DeviceError, as_option, spelled, words
-from lantern_hpu.methods.request import in_turn
 from lantern_hpu.methods.setting import AUTO
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.plan.floors import Rates, sizes
+from lantern_hpu.plan.floors import Rates, StepPasses, floor, sizes
+from lantern_hpu.results.images import mean_tv, tokens_per_step
 from lantern_hpu.results.progress import ProgressBar
 from lantern_hpu.results.prompts import usual_prompts
-from lantern_lab.bench.cases import BenchRequest, Case, cases_of, has_long_steps, measurable_modes
-from lantern_lab.bench.columns import EAGER, SpeedRow, with_speeds
-from lantern_lab.bench.measure import BRIEF_WARM_UP, WARM_UP, RunMeter, measure_rates
-from lantern_lab.bench.report import KIND, VERSION, heading
+from lantern_lab.measure import meter as metering
+from lantern_lab.measure.meter import Meter, split_step, step_alone, usual_requests
+from lantern_lab.measure.options import BenchRequest, cases_of, has_long_steps, measurable_modes
+from lantern_lab.measure.reports import KIND, VERSION, heading
+from lantern_lab.measure.rows import EAGER, Case, Row, with_speeds
 
 
 def run_bench(
@@ -35,7 +37,7 @@ def run_bench(
     modes, notes = measurable_modes(pipeline.backend, wanted.modes, wanted.by_name)
     cases = cases_of(pipeline, wanted, modes)
     dtype = pipeline.model.target.dtype
-    measured = measure_rates(pipeline.backend, dtype)
+    measured = metering.measure_rates(pipeline.backend, dtype)
     speeds = measured["copy_bytes_per_s"], measured["operations_per_s"]
     rates = Rates(*speeds, dtype.itemsize, pipeline.fit.weight_bytes)
     startup = {"import_s": import_s, "load_s": pipeline.load_seconds}
@@ -44,7 +46,7 @@ def run_bench(
         hint = words("a smaller", Arg("batch_sizes"))
         raise DeviceError("nothing could be measured", "; ".join(missed), hint)
     report = heading(KIND, pipeline, argv) | about(pipeline, wanted)
-    peaks = [row.peak_memory_bytes for row in rows if row.peak_memory_bytes is not None]
+    peaks = [peak for row in rows if (peak := row["peak_memory_bytes"]) is not None]
     report["environment"]["peak_memory_bytes"] = max(peaks, default=None)
     best = pipeline.backend.graph_mode(AUTO)
     return report | {
@@ -66,19 +68,21 @@ def open_pipeline(wanted: BenchRequest) -> LanternPipeline:
     return LanternPipeline.load(wanted.model, options)
 
 
+# ------------------------------------------------------------------------------------ measuring
+
+
 def measure_all(
     pipeline: LanternPipeline,
     wanted: BenchRequest,
     cases: Sequence[Case],
     rates: Rates,
     startup_s: float,
-) -> tuple[list[SpeedRow], list[str]]:
+) -> tuple[list[Row], list[str]]:
     """All rows, with a line of progress, and what to say about those that the device refused."""
-    rows: list[SpeedRow] = []
+    rows: list[Row] = []
     missed: list[str] = []
-    total = sum(case.timed_batches(wanted.images) for case in cases)
-    with ProgressBar(total, "batch") as bar:
-        for mode, of_mode in groupby(cases, lambda case: case.mode):
+    with ProgressBar(sum(-(-wanted.images // case.batch) for case in cases), "batch") as bar:
+        for mode, of_mode in groupby(cases, lambda case: case.graphs):
             # Recorded graphs share memory, which must not go with the last of them while another is to come: so
             # the first engine stays until the mode is done, a small one as batch sizes grow.
             first: LanternPipeline | None = None
@@ -88,7 +92,9 @@ def measure_all(
                     (LanternPipeline(pipeline.model, replace(pipeline.fit, graphs=mode)), case)
                     for case in group
                 ]
-                rows += measure_group(pairs, wanted, rates, startup_s, bar, missed)
+                for meter in drawn_meters(pairs, wanted, bar, missed):
+                    with refusals(meter.pipeline, meter.case, missed):
+                        rows.append(Row.of(meter.case, speed_of(meter, rates, startup_s)))
                 for drawing, _ in pairs:
                     if first is None and mode != EAGER and drawing.engines.engines:
                         first = drawing
@@ -99,41 +105,37 @@ def measure_all(
     return rows, missed
 
 
-def measure_group(
+def drawn_meters(
     pairs: Sequence[tuple[LanternPipeline, Case]],
     wanted: BenchRequest,
-    rates: Rates,
-    startup_s: float,
     bar: ProgressBar,
     missed: list[str],
-) -> list[SpeedRow]:
-    """The rows of a group: all are warmed up, then each draws a batch in turn. Refused ones are added to `missed`.
-
-    Each case has a pipeline of its own; all are of one graph mode and batch size.
-    """
-    rows: list[SpeedRow] = []
-    waiting = deque[RunMeter]()
-    count = pairs[0][1].timed_batches(wanted.images)
+) -> list[Meter]:
+    """Cases of one graph mode and batch size, each on a pipeline of its own: all are warmed up, then each draws a
+    batch in turn. Those that the device refuses are added to `missed`."""
+    waiting = deque[Meter]()
+    count = -(-wanted.images // pairs[0][1].batch)
     until = bar.n + count * len(pairs)
     pairs[0][0].backend.memory(reset_peak=True)
     for pipeline, case in pairs:
         bar.set_description(str(case))
         with refusals(pipeline, case, missed):
-            meter = open_meter(pipeline, wanted, case, rates, startup_s, bar.set_postfix_str)
-            waiting.append(meter)
+            waiting.append(open_meter(pipeline, wanted, case, bar))
     for _ in range(count):
         for _ in range(len(waiting)):
             meter = waiting.popleft()  # so that one that is refused frees its engine
-            bar.set_description(str(meter.case))
             with refusals(meter.pipeline, meter.case, missed):
-                meter.draw()
+                metering.take_turns([meter], 1, bar)
                 waiting.append(meter)
-            bar.update()
-    for meter in waiting:
-        with refusals(meter.pipeline, meter.case, missed):
-            rows.append(meter.row())
     bar.update(until - bar.n)
-    return rows
+    return list(waiting)
+
+
+def open_meter(
+    pipeline: LanternPipeline, wanted: BenchRequest, case: Case, bar: ProgressBar
+) -> Meter:
+    requests = usual_requests(pipeline, case, wanted.images, wanted.seed)
+    return Meter(pipeline, case, requests, show=bar.set_postfix_str)
 
 
 @contextmanager
@@ -147,19 +149,99 @@ def refusals(pipeline: LanternPipeline, case: Case, missed: list[str]) -> Iterat
         pipeline.engines.shrink(0)
 
 
-def open_meter(
-    pipeline: LanternPipeline,
-    wanted: BenchRequest,
-    case: Case,
-    rates: Rates,
-    startup_s: float,
-    show: Callable[[str], object] = str,
-) -> RunMeter:
-    """The meter of a row, warmed up, with whole batches of requests."""
-    model, images = pipeline.model, case.timed_batches(wanted.images) * case.batch
-    prompts = usual_prompts(model.condition.takes_classes)
-    requests = in_turn(prompts, range(images), wanted.seed, model.sampling, case.setting.relaxation)
-    return RunMeter(pipeline, case, requests, rates, startup_s, show)
+# ------------------------------------------------------------------------------------ the figures of a row
+
+
+def percentiles(name: str, values: Sequence[float]) -> dict[str, float]:
+    """The median and the 95th percentile of a figure, between neighbours in proportion."""
+    return {f"p{p}_{name}": float(np.percentile(values, p)) for p in (50, 95)}
+
+
+def speed_of(meter: Meter, rates: Rates, startup_s: float) -> dict[str, Any]:
+    """Figures of `rows.SPEED` of the batches that a meter drew; importing and loading took `startup_s` seconds."""
+    engine, memory = meter.engine, meter.pipeline.backend.memory()
+    counted = engine.report()  # without the steps that are taken for their parts
+    reads, images = counted.host_reads - meter.before.host_reads, len(records_of(meter))
+    figures = image_figures(meter) | acceptance(meter) | step_figures(meter, rates)
+    stats = engine.report()
+    return figures | {
+        "host_reads": reads,
+        "host_reads_per_image": reads / images,
+        "graph_replays": counted.replays - meter.before.replays,
+        "recompiles_after_warmup": stats.recompiles_after_warmup,
+        "warmup_s": meter.warmup_s,
+        "capture_s": stats.capture_seconds,
+        "startup_s": startup_s + meter.warmup_s,
+        "state_bytes": sum(tensor.nbytes for tensor in engine.state.tensors().values()),
+        "peak_memory_bytes": memory.peak,
+    }
+
+
+def records_of(meter: Meter) -> list[Any]:
+    return [record for batch in meter.batches for record in batch.records]
+
+
+def image_figures(meter: Meter) -> dict[str, Any]:
+    batches, images, size = meter.batches, len(records_of(meter)), meter.case.batch
+    seconds = [batch.seconds for batch in batches]
+    return {
+        "images": images,
+        "batch_seconds": seconds,
+        "seconds_per_image": sum(seconds) / images,
+        **percentiles("seconds_per_image", [each / size for each in seconds]),
+        **percentiles("batch_s", seconds),
+        "images_per_second": images / sum(seconds),
+        "prefill_s_per_image": sum(batch.stats.prefill_s for batch in batches) / images,
+        "steps_s_per_image": sum(spent for batch in batches for spent, _ in batch.blocks) / images,
+        "vq_decode_s_per_image": sum(batch.pixel_seconds for batch in batches) / images,
+    }
+
+
+def acceptance(meter: Meter) -> dict[str, Any]:
+    records = records_of(meter)
+    images, steps = len(records), sum(record.steps for record in records)
+    by_depth = zip(*(record.accepted_by_depth for record in records), strict=True)
+    accepted = [sum(counts) for counts in by_depth]
+    return {
+        "tokens_per_step": tokens_per_step(records),
+        "accepted_per_step": sum(accepted) / steps,
+        "accepted_by_depth": [count / steps for count in accepted],
+        # Of the steps that accepted the depth before; None where there were none
+        "accept_rate_by_depth": [
+            now / last if last else None
+            for now, last in zip(accepted, [steps, *accepted], strict=False)
+        ],
+        "relaxed_accepts_per_image": sum(record.relaxed_accepts for record in records) / images,
+        "tv_per_token": mean_tv(records),
+    }
+
+
+def step_figures(meter: Meter, rates: Rates) -> dict[str, Any]:
+    """Times of steps, their parts, and the least that they can take."""
+    engine, requests, pipeline = meter.engine, meter.batch_of(0), meter.pipeline
+    blocks = [block for batch in meter.batches for block in batch.blocks]
+    # Of each step; all of a block alike
+    each = [1000 * seconds / steps for seconds, steps in blocks for _ in range(steps)]
+    prefix, mean = pipeline.prefix(engine, requests), sum(each) / len(each)
+    most = metering.BRIEF_STEPS if meter.is_long else metering.SPLIT_STEPS
+    alone = step_alone(engine, prefix, requests, most)
+    parts = split_step(engine, prefix, requests, most)
+    passes = StepPasses.of(meter.case.setting.tree)
+    least = floor(pipeline.model.config, passes, engine.spec.rows, rates)
+    return {
+        "steps": len(each),
+        "ms_per_step": mean,
+        **percentiles("ms_per_step", each),
+        "step_alone_ms": alone,
+        "host_share": max(0.0, 1 - alone / mean),
+        "eager_step_ms": parts,
+        "step_passes": passes._asdict(),
+        "floor_ms": 1000 * least.step,
+        "floor_ratio": 1000 * least.step / mean,
+        "verify_floor_ms": 1000 * least.verify,
+        "verify_floor_ratio": 1000 * least.verify / parts["verify"],
+        "floor_bound": least.bound,
+    }
 
 
 # ------------------------------------------------------------------------------------ what else a report says
@@ -186,7 +268,7 @@ def about(pipeline: LanternPipeline, wanted: BenchRequest) -> dict[str, Any]:
             "prompts": list(usual_prompts(model.condition.takes_classes)),
             "images": wanted.images,
             "kernels": wanted.options.kernels,
-            "warm_up": BRIEF_WARM_UP if has_long_steps(pipeline) else WARM_UP,
+            "warm_up": metering.BRIEF_WARM_UP if has_long_steps(pipeline) else metering.WARM_UP,
         },
         "sizes": sizes(model.config, guidance, model.target.dtype.itemsize),
     }

@@ -1,1 +1,0 @@
-"""Tuning: the static draft tree that draws fastest with a model on a device."""
