@@ -114,7 +114,7 @@ def test_promise_front_pages_animation_table_and_status_are_of_one_race() -> Non
         lossless: max(row["times_ar"] for row in rows if row["lossless"] == lossless)
         for lossless in (True, False)
     }
-    assert f"AVX512-BF16: {best[True]:.2f} lossless, relaxed {best[False]:.2f}" in page
+    assert f"AVX512-BF16: {best[True]:.2f}x lossless, {best[False]:.2f}x relaxed" in page
 
 
 @pytest.mark.parametrize(

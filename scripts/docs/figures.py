@@ -189,11 +189,11 @@ def with_status(text: str) -> str:
         best[row["lossless"]] = max(best.get(row["lossless"], 0), row["times_ar"])
     card = max(ratio for ratio, row in speeds("xl-h200.json") if not is_relaxed(row))
     text = re.sub(
-        r"(AVX512-BF16: )[\d.]+( lossless, relaxed )[\d.]+",
-        rf"\g<1>{best[True]:.2f}\g<2>{best[False]:.2f}",
+        r"(AVX512-BF16: )[\d.]+(x lossless, )[\d.]+(x relaxed)",
+        rf"\g<1>{best[True]:.2f}\g<2>{best[False]:.2f}\g<3>",
         text,
     )
-    return re.sub(r"(H200: )[\d.]+( lossless)", rf"\g<1>{card:.2f}\g<2>", text)
+    return re.sub(r"(H200: )[\d.]+(x lossless)", rf"\g<1>{card:.2f}\g<2>", text)
 
 
 def is_relaxed(row: dict[str, Any]) -> bool:
