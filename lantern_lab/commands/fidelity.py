@@ -3,7 +3,7 @@
     lantern-hpu fidelity --num-images 64 --output fidelity.json
     lantern-hpu fidelity --quantize int8 --method ar
 
-The second measures what the smaller weights cost, too. What is measured, and how: `lantern_lab/fidelity.py`.
+The second measures what the smaller weights cost, too. What is measured, and how: `lantern_lab/measure/fidelity.py`.
 """
 
 from __future__ import annotations
