@@ -64,7 +64,7 @@ def test_command_saves_a_tree_that_auto_draws_with(
     assert read_png(fastest)["config"]["method"] == wanted
     chosen = load_static(str(tree))
     found = json.loads(report.read_text())
-    assert [row["tree"] for row in found["rows"]] == ["ar", "chain", "chain_2"]
+    assert [row["tree"] for row in found["rows"]] == ["root", "chain", "chain_2"]
     assert tune(model, "--method", "eagle", "--output", str(tree)) == 2
     assert "existing files are not overwritten" in capsys.readouterr().err
     kept = next((tmp_path / "cache" / "trees").glob("*.json"))
