@@ -59,7 +59,7 @@ from lantern_hpu.serve.decoder import DecodeThread, specs_to_capture
 from lantern_hpu.serve.options import MAX_BODY, ServeOptions
 from lantern_hpu.serve.process import Protocol, Server
 from lantern_hpu.serve.protocol import ONE_SHAPE, ApiError, ImagesRequest
-from lantern_hpu.serve.queue import Done, FairShare, Job, JobQueue, Partial, seconds_until_room
+from lantern_hpu.serve.queue import Done, FairShare, Job, JobQueue, Partial
 from tests.marks import mostly_slow
 
 DEFAULT_TIMEOUT_CONFIG.read = DEFAULT_TIMEOUT_CONFIG.connect = 120.0  # a busy machine is no failure
@@ -827,17 +827,6 @@ def test_more_images_than_may_wait_are_told_to_come_again(server: Running, slow:
     refused = next(answer for answer in answers if answer.status_code == 429)
     assert 1 <= int(refused.headers["Retry-After"]) <= 60
     assert refused.json()["error"]["code"] == "queue_full"
-
-
-@pytest.mark.parametrize(
-    ("places", "left", "slots", "seconds"),
-    [(1, [3.0, 5.0], 2, 3.0), (2, [3.0, 5.0], 2, 5.0), (3, [3.0, 5.0], 2, 13.0), (1, [], 2, 0.0),
-     (5, [10.0], 1, 50.0)],
-)  # fmt: skip
-def test_room_comes_when_enough_images_have_found_a_slot(
-    places: int, left: list[float], slots: int, seconds: float
-) -> None:
-    assert seconds_until_room(places, left, 10.0, slots) == seconds
 
 
 def test_retry_after_is_about_when_there_is_room(server: Running, slow: None) -> None:

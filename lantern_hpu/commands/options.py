@@ -89,7 +89,8 @@ class Parser(argparse.ArgumentParser):
             except ValueError as error:
                 self.exit(2, f"error: {error}\n")
         found, unknown = super().parse_known_args(given, namespace)
-        vars(found).pop("config", None)  # it has been read
+        if "config" in found:
+            del found.config  # it has been read
         return found, unknown
 
     def error(self, message: str) -> NoReturn:

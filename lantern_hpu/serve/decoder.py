@@ -40,10 +40,8 @@ from lantern_hpu.serve.queue import (
     Job,
     JobQueue,
     Metrics,
-    average,
     failed,
     log_error,
-    seconds_until_room,
 )
 
 
@@ -307,7 +305,7 @@ class DecodeThread:
 
     Attributes:
         engines: of each method and shape, the one of a single slot first.
-        image_s: seconds that an image is in its slot, on average.
+        image_s: seconds that an image is in its slot, on average; later ones count more.
         failure: what ended the thread, if it was not asked to end.
     """
 
@@ -413,18 +411,8 @@ class DecodeThread:
         return self.unpainted < 2 * self.options.slots
 
     def retry_after(self, places: int) -> int:
-        """About how many seconds until this many images have left the queue for a slot: at least one."""
-        now, each = time.monotonic(), self.image_s
-        left = []
-        for slots in self.all_slots:
-            for slot, job in list(slots.jobs.items()):
-                done = slots.part_done(slot)
-                each = each or (now - job.begun) / done  # nothing was finished yet
-                left.append(each * (1 - done))
-        size = self.options.slots
-        pictures = places + self.running + self.unpainted - 3 * size  # before there is room
-        seconds = max(seconds_until_room(places, left, each, size), pictures * self.tasks.pixels_s)
-        return max(1, math.ceil(seconds))
+        """About how many seconds until this many images have left the queue, by how long images took: at least one."""
+        return max(1, math.ceil(places * self.image_s / self.options.slots))
 
     def watch(self) -> None:
         """What `/metrics` reads when it is asked."""
@@ -578,5 +566,6 @@ class DecodeThread:
     def finish(self, slots: EngineSlots, job: Job, record: ImageRecord) -> None:
         """Hand the tokens of an image on."""
         job.drawn = time.monotonic()
-        self.image_s = average(self.image_s, job.drawn - job.admitted)
+        taken = job.drawn - job.admitted
+        self.image_s = 0.8 * self.image_s + 0.2 * taken if self.image_s else taken
         self.tasks.pixels.put(partial(self.tasks.paint, job, record))

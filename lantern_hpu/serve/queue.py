@@ -259,18 +259,6 @@ class FairShare:
         return min(busy, key=self.spent.__getitem__, default=None)
 
 
-def average(before: float, now: float) -> float:
-    """Of the last ones: each counts less than the next; 0 is none."""
-    return 0.8 * before + 0.2 * now if before else now
-
-
-def seconds_until_room(places: int, left: Sequence[float], each: float, slots: int) -> float:
-    """When `places` waiting images have begun, if those in slots end after `left`, and each takes `each` at most."""
-    ends = sorted([*left, *[0.0] * (slots - len(left))])
-    rounds, slot = divmod(places - 1, len(ends))
-    return ends[slot] + rounds * each
-
-
 def failed(job: Job, stage: str, error: Exception) -> ApiError:
     """What a job is answered that failed by itself; the log says more, but no prompt."""
     number = f"err-{secrets.token_hex(8)}"
@@ -357,11 +345,7 @@ class TaskQueue:
 
 
 class ImageTasks:
-    """What is done for an image before and after its steps. An error of it is answered, and harms no other image.
-
-    Attributes:
-        pixels_s: seconds that the pixels of an image take, on average.
-    """
+    """What is done for an image before and after its steps. An error of it is answered, and harms no other image."""
 
     def __init__(
         self, pipeline: LanternPipeline, served: ServedModel, queue: JobQueue, metrics: Metrics
@@ -371,7 +355,6 @@ class ImageTasks:
         self.pixels = TaskQueue("pixels", queue.changed)
         self.described: dict[str, dict[str, Any]] = {}  # what images of a method share
         self.environment: dict[str, Any] = {}
-        self.pixels_s = 0.0
 
     def begin(self) -> None:
         """Once the engines are there: with threads of their own where the device overlaps them with the steps."""
@@ -427,7 +410,6 @@ class ImageTasks:
                 self.queue.answer(job, ApiError(500, what, None, "image_invalid"))
                 return
             now = time.monotonic()
-            self.pixels_s = average(self.pixels_s, now - began)
             done = Done(
                 drawn,
                 queue=job.admitted - job.queued - job.text + began - job.drawn,
