@@ -1,7 +1,7 @@
-"""How large the code is: lines a package, dataclasses, options of `generate`, and the files that one prompt enters.
+"""How large the code is: lines, files and functions of each package, options, and the files that one prompt enters.
 
     python -m scripts.house                   print every figure
-    python -m scripts.house --against main    and how many lines a package has gained since it left that branch
+    python -m scripts.house --against main    and how much a package has gained since it left that branch
     python -m scripts.house --files           and name each file that `generate --prompt "a red apple"` enters
 
 `tests/test_architecture.py` holds these figures below its limits.
@@ -15,14 +15,18 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
+from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 from scripts import ROOT
 
 PRODUCT = ("lantern_hpu", "backends", "graphs")
-PARTS = (*PRODUCT, "gaudi_emulator", "lantern_lab", "scripts", "docs")
+PARTS = (*PRODUCT, "gaudi_emulator", "lantern_lab", "scripts", "docs")  # all but the tests
 PYTHON, NATIVE, SCRIPT = (".py",), (".c", ".h"), (".js",)  # names of files end with
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 # Runs `generate` and writes the project's files whose functions were entered, in any thread.
 TRACED = """
@@ -56,51 +60,72 @@ def sources(part: str, endings: tuple[str, ...] = PYTHON, root: Path = ROOT) -> 
     ]
 
 
-def lines_of(part: str, endings: tuple[str, ...] = PYTHON, root: Path = ROOT) -> int:
-    files = sources(part, endings, root)
+@cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"), str(file))
+
+
+def lines_of(part: str, endings: tuple[str, ...] = PYTHON) -> int:
+    files = sources(part, endings)
     return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
 
 
-def lines_since(branch: str) -> dict[str, int]:
-    """Lines of Python that each package gained since the commit at which the branches parted."""
+def size_of(part: str, root: Path = ROOT) -> Counter[str]:
+    """Lines, files and functions of a package."""
+    size = Counter[str]()
+    for file in sources(part, root=root):
+        size["lines"] += len(file.read_text(encoding="utf-8").splitlines())
+        size["files"] += 1
+        size["functions"] += sum(isinstance(node, FUNCTIONS) for node in ast.walk(parsed(file)))
+    return size
+
+
+def size_of_all(parts: tuple[str, ...]) -> Counter[str]:
+    return sum(map(size_of, parts), Counter[str]())
+
+
+def gains(branch: str) -> dict[str, Counter[str]]:
+    """How much each package has gained since the commit at which the branches parted."""
 
     def git(*words: str) -> bytes:
         return subprocess.run(["git", *words], cwd=ROOT, check=True, capture_output=True).stdout
 
     base = git("merge-base", "HEAD", branch).decode().strip()
+    result = {}
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(["tar", "-x", "-C", folder], input=git("archive", base), check=True)
-        before = {part: lines_of(part, root=Path(folder)) for part in (*PARTS, "tests")}
-    return {part: lines_of(part) - count for part, count in before.items()}
-
-
-def is_dataclass(node: ast.AST) -> bool:
-    return isinstance(node, ast.ClassDef) and any(
-        "dataclass" in ast.unparse(decorator) for decorator in node.decorator_list
-    )
-
-
-def dataclasses_of(part: str) -> int:
-    trees = (ast.parse(file.read_text(encoding="utf-8")) for file in sources(part))
-    return sum(is_dataclass(node) for tree in trees for node in ast.walk(tree))
+        for part in (*PARTS, "tests"):
+            result[part] = size_of(part)
+            result[part].subtract(size_of(part, Path(folder)))
+    return result
 
 
 def function_lengths(part: str) -> Iterator[tuple[int, str]]:
     """(lines, where) of every function, without its decorators."""
     for file in sources(part):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        for node in ast.walk(parsed(file)):
+            if isinstance(node, FUNCTIONS):
                 length = (node.end_lineno or node.lineno) - node.lineno + 1
                 yield length, f"{file.relative_to(ROOT)}:{node.lineno} {node.name}"
 
 
-def options_of_generate() -> int:
-    from lantern_hpu.commands.generate import make_parser
+def option_names(parser: argparse.ArgumentParser) -> set[str]:
+    """The options of a command and of its subcommands."""
+    names = set[str]()
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            names.update(*map(option_names, action.choices.values()))
+        names.update(action.option_strings[-1:])
+    return names - {"--help", "--version", "--config"}  # those of every command
 
-    names = [
-        action.option_strings[-1] for action in make_parser()._actions if action.option_strings
-    ]
-    return len(set(names) - {"--help", "--version", "--config"})  # those of every command
+
+def options() -> dict[str, int]:
+    """How many options each command has."""
+    from lantern_hpu.cli import COMMANDS, module_of
+
+    return {
+        name: len(option_names(import_module(module_of(name)).make_parser())) for name in COMMANDS
+    }
 
 
 def files_of_a_prompt() -> list[str]:
@@ -116,26 +141,33 @@ def files_of_a_prompt() -> list[str]:
         return [str(file) for file in files if file.parts[0] in PARTS]  # not of a `.venv` here
 
 
+def print_sizes(against: str | None) -> None:
+    gained = gains(against) if against else {}
+    for part in (*PARTS, "tests"):
+        figures = [f"{number:>6} {name}" for name, number in size_of(part).items()]
+        change = ", ".join(f"{n:+d} {name}" for name, n in gained.get(part, {}).items() if n)
+        print(f"{part:<16}{' '.join(figures)}{change and f' ({change})'}")
+    for name, parts in (("product", PRODUCT), ("all but tests", PARTS)):
+        figures = [f"{number:>6} {name}" for name, number in size_of_all(parts).items()]
+        print(f"{name:<16}{' '.join(figures)}")
+    for name, endings in (("C", NATIVE), ("JavaScript", SCRIPT)):
+        print(f"{name:<16}{sum(lines_of(part, endings) for part in PRODUCT):>6} lines")
+    for path in sorted((ROOT / "lantern_hpu").iterdir()):
+        if path.is_dir() and not path.is_symlink() and lines_of(f"lantern_hpu/{path.name}"):
+            print(f"    {path.name:<12}{lines_of(f'lantern_hpu/{path.name}'):>6} lines")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--files", action="store_true", help="name the files that a prompt enters")
     parser.add_argument("--against", metavar="BRANCH", help="compare with where it was left")
     args = parser.parse_args()
-    gained = lines_since(args.against) if args.against else {}
-    for part in (*PARTS, "tests"):
-        change = f" ({gained[part]:+d})" if gained else ""
-        print(f"{part:<16}{lines_of(part):>7} lines{change}, {dataclasses_of(part)} dataclasses")
-    for name, endings in (("C", NATIVE), ("JavaScript", SCRIPT)):
-        print(f"{name:<16}{sum(lines_of(part, endings) for part in PRODUCT):>7}")
-    folders = sorted(path.name for path in (ROOT / "lantern_hpu").iterdir() if path.is_dir())
-    for name in folders:
-        print(f"    {name:<12}{lines_of(f'lantern_hpu/{name}'):>7}")
-    product = sum(map(lines_of, PRODUCT))
-    print(f"{'product':<16}{product:>7}; all but tests {sum(map(lines_of, PARTS))}")
+    print_sizes(args.against)
     lengths = sorted(length for part in PRODUCT for length, _ in function_lengths(part))
-    print(f"functions: median {lengths[len(lengths) // 2]}, 90th percentile ", end="")
-    print(f"{lengths[len(lengths) * 9 // 10]}, longest {lengths[-1]}")
-    print(f"options of generate: {options_of_generate()}")
+    print(f"lines of a function: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}")
+    counts = options()
+    several = ", ".join(f"{name} {number}" for name, number in counts.items())
+    print(f"options: {sum(counts.values())} of {len(counts)} commands ({several})")
     files = files_of_a_prompt()
     print(f"files that a prompt enters: {len(files)}")
     if args.files:
