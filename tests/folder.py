@@ -83,3 +83,10 @@ def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
             make(unfinished := root / f"{name}.unfinished")
             unfinished.rename(folder)
     return folder
+
+
+def config_file(file: Path, **keys: object) -> list[str]:
+    """The option that gives these keys of a command; a JSON value of a key is one of TOML, too."""
+    lines = [f"{key} = {json.dumps(value)}" for key, value in keys.items()]
+    file.write_text("\n".join(lines))
+    return ["--config", str(file)]

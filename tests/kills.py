@@ -39,8 +39,7 @@ COMMANDS = {
     ),
     "convert": Command("convert MODEL OUT/ours", "ours/*"),
     "evaluate": Command(
-        "evaluate --model MODEL --preset scenes --num-images 65 --panels 2 --fresh 70 --rounds 10 --no-floor "
-        "--method ar --output OUT/out",
+        "evaluate --model MODEL --preset scenes --quick --num-images 65 --method ar --output OUT/out",
         "out/pictures/**/*.png",
     ),
     "train": Command(

@@ -129,7 +129,6 @@ REFUSED: dict[str, dict[str, str]] = {
     "tune": {
         "--method eagle2": "--method eagle2 cannot be tuned",
         "--num-images 0": "--num-images is 0",
-        "--seed -1": "--seed is -1",
         "--output tree.txt": "cannot write tree.txt",
     },
     "fidelity": {
@@ -151,17 +150,12 @@ REFUSED: dict[str, dict[str, str]] = {
     f"evaluate {WHERE}": {
         "--method magic": "unknown method 'magic'",
         "--num-images 30": "--num-images is 30",
-        "--panels 1": "--panels is 1",
         "--batch-size 0": "--batch-size is 0",
         "--model x": "--preset is missing",
         "--preset magic": "unknown preset 'magic'",
         "--preset lantern --quick": "--quick has no meaning for --preset lantern",
-        "--preset lantern --panels 3": "--panels has no meaning for --preset lantern",
-        "--preset lantern --metrics magic": "unknown metric 'magic'",
-        "--preset lantern --export there": "--export needs the prompts of a benchmark",
         "--preset lantern": "--prompts-file is missing",
-        "--metrics fid": "--metrics has no meaning for --preset scenes",
-        "--folder here": "--folder is here",
+        "--reference here": "--reference has no meaning for --preset scenes",
     },
     "lint": {
         "--method magic": "unknown method 'magic'",

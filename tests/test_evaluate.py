@@ -15,13 +15,16 @@ from lantern_hpu.generator import ImageGenerator
 from lantern_lab.commands.evaluate import evaluate_request, main, make_parser
 from lantern_lab.evaluate import drawing
 from lantern_lab.evaluate.folder import read_picture
+from tests.folder import config_file
 
-SIZES = "--num-images 65 --panels 2 --fresh 70 --rounds 10".split()
 
-
-def evaluated(model: Path, folder: Path, *options: str, rows: str = "ar,lantern++:lambda=3") -> int:
-    given = ["--model", str(model), "--preset", "scenes", "--method", rows, *SIZES]
-    return main([*given, "--output", str(folder), *options])
+def evaluated(
+    model: Path, folder: Path, *options: str, rows: str = "ar,lantern++:lambda=3", **keys: Any
+) -> int:
+    sizes = {"num_images": 65, "panels": 2, "fresh": 70, "rounds": 10}
+    about = {"model": str(model), "method": rows}
+    given = config_file(folder.with_suffix(".toml"), **about | sizes | keys)
+    return main([*given, "--preset", "scenes", "--output", str(folder), *options])
 
 
 def document(folder: Path) -> dict[str, Any]:
@@ -127,7 +130,7 @@ def test_pieces_done_by_others_in_any_order_are_the_same_evaluation(
 
 @pytest.mark.slow
 def test_batches_do_not_change_the_pictures(model: Path, finished: Path, tmp_path: Path) -> None:
-    assert evaluated(model, tmp_path / "out", "--batch-size", "5", "--no-floor", rows="ar") == 0
+    assert evaluated(model, tmp_path / "out", "--batch-size", "5", rows="ar", no_floor=True) == 0
     for file in sorted((finished / "pictures" / "ar").glob("*.png"))[::16]:
         other = tmp_path / "out" / "pictures" / "ar" / file.name
         assert read_picture(file).tobytes() == read_picture(other).tobytes()
@@ -148,17 +151,17 @@ def test_half_a_picture_is_named(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("keys", "said"),
     [
-        (["--seed", "5"], "other seed"),
-        (["--temperature", "0.5"], "other sampling"),
-        (["--num-images", "66"], "other prompts"),
+        ({"seed": 5}, "other seed"),
+        ({"temperature": 0.5}, "other sampling"),
+        ({"panels": 3}, "other prompts"),
     ],
 )
 def test_pictures_of_another_run_are_not_taken_for_these(
-    model: Path, copied: Path, capsys: Any, options: list[str], said: str
+    model: Path, copied: Path, capsys: Any, keys: dict[str, Any], said: str
 ) -> None:
-    assert evaluated(model, copied, *options) == 2
+    assert evaluated(model, copied, **keys) == 2
     assert said in capsys.readouterr().err
 
 
@@ -171,9 +174,10 @@ def test_a_folder_of_other_things_is_left_alone(
     assert [file.name for file in tmp_path.iterdir()] == ["letter.txt"]
 
 
-def test_the_small_form_keeps_what_is_given() -> None:
+def test_the_small_form_keeps_what_is_given(tmp_path: Path) -> None:
     parse = make_parser().parse_args
-    quick = evaluate_request(parse(["--quick", "--panels", "6", "--output", "x"]))
+    six = config_file(tmp_path / "six.toml", panels=6)
+    quick = evaluate_request(parse([*six, "--quick", "--output", "x"]))
     usual = evaluate_request(parse(["--output", "x"]))
     assert [str(setting) for setting in quick.settings] == ["ar", "lantern++"]
     assert (quick.painted.images, quick.painted.panels, quick.options.rounds) == (80, 6, 50)

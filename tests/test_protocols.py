@@ -28,6 +28,7 @@ from lantern_lab.evaluate.metrics import Gaussian, frechet, inside
 from lantern_lab.evaluate.protocols import PRESETS, Library, PictureSource
 from lantern_lab.evaluate.scorer_published import Reference, read_statistics
 from lantern_lab.evaluate.sets import Item, classes, coco, dpg, export, geneval, read_set
+from tests.folder import config_file
 
 CAPTIONS = {
     "images": [{"id": 7}, {"id": 139}],
@@ -406,6 +407,25 @@ def test_pictures_of_several_sizes_are_refused(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------ the command
 
 
+@pytest.mark.parametrize(
+    ("preset", "keys", "said"),
+    [
+        ("scenes", {"panels": 1}, "error: panels"),
+        ("scenes", {"metrics": "fid"}, "metrics has no meaning for --preset scenes"),
+        ("scenes", {"folder": ["here"]}, "folder is here"),
+        ("lantern", {"panels": 3}, "panels has no meaning for --preset lantern"),
+        ("lantern", {"metrics": ["magic"]}, "unknown metric 'magic'"),
+        ("lantern", {"export": "there"}, "export needs the prompts of a benchmark"),
+    ],
+)
+def test_keys_of_another_protocol_are_refused(
+    preset: str, keys: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = config_file(tmp_path / "x.toml", **keys)
+    assert main([*given, "--preset", preset, "--output", str(tmp_path / "out")]) == 2
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_preset_lantern_scores_a_run_with_random_networks(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -427,10 +447,12 @@ def test_preset_lantern_scores_a_run_with_random_networks(
     file, real = tmp_path / "captions.json", random_pictures(tmp_path / "real", 9, 3)
     entries = [{"image_id": i, "caption": f"red cat {i}"} for i in range(8)]
     file.write_text(json.dumps({"annotations": entries}))
-    given = f"--inception {weights} --clip {clip} --vgg {weights} --hps {weights} --any-weights"
-    command = f"--model {model} --preset lantern --prompts-file {file} --reference {real} {given}"
-    rest = f"--method ar,lantern++ --top-k 0 --rounds 4 --no-floor --output {tmp_path / 'out'}"
-    assert main([*command.split(), *rest.split()]) == 0
+    places = dict.fromkeys(("inception", "vgg", "hps"), str(weights)) | {"clip": str(clip)}
+    how = {"any_weights": True, "top_k": 0, "rounds": 4, "no_floor": True}
+    given = config_file(tmp_path / "lantern.toml", **places, **how)
+    command = f"--model {model} --preset lantern --prompts-file {file} --reference {real}"
+    rest = f"--method ar,lantern++ --output {tmp_path / 'out'}"
+    assert main([*given, *command.split(), *rest.split()]) == 0
     found = json.loads((tmp_path / "out/evaluation.json").read_text())
     for row in found["rows"]:
         assert {"fid", "precision", "recall", "clip", "hps"} <= set(row)
@@ -454,12 +476,15 @@ def test_preset_lantern_scores_a_synthetic_llamagen(
         for text in (f"red cat {'abc'[i]}", f"the photo of a red cat {'abc'[i]} on a tree")
     ]
     file.write_text(json.dumps({"annotations": entries}))
-    model = f"--model {tmp_path / 'public/llamagen-t2i-256'} --preset lantern --metrics clip"
+    model = f"--model {tmp_path / 'public/llamagen-t2i-256'} --preset lantern"
     rows, relaxed = "--method ar,lantern++:lambda-5 --tree chain", "lantern++:lambda-5@chain"
-    rest = (
-        f"--prompts-file {file} --clip {clip} --rounds 4 --no-floor --batch-size 2 --output {out}"
-    )
-    assert main(f"{model} {rows} {rest}".split()) == 0
+    keys: dict[str, Any] = {"metrics": "clip", "clip": str(clip), "rounds": 4, "no_floor": True}
+    command = f"{model} {rows} --prompts-file {file} --batch-size 2 --output {out}".split()
+
+    def evaluated(**more: Any) -> int:
+        return main([*config_file(tmp_path / "clip.toml", **keys, **more), *command])
+
+    assert evaluated() == 0
     found = json.loads((out / "evaluation.json").read_text())
     assert found["settings"]["sampling"] == {
         "cfg_scale": 7.5,
@@ -467,12 +492,11 @@ def test_preset_lantern_scores_a_synthetic_llamagen(
         "top_k": 1000,
         "top_p": 1.0,
     }
-    command = f"{model} {rows} {rest} --folder mine="
-    assert main(f"{command}{out / 'pictures/ar'}".split()) == 0
+    assert evaluated(folder=[f"mine={out / 'pictures/ar'}"]) == 0
     by_name = {row["row"]: row for row in json.loads((out / "evaluation.json").read_text())["rows"]}
     mine = by_name.pop("mine")
     assert mine["clip"] == by_name["ar"]["clip"] and "tokens_per_step" not in mine
-    assert main(f"{command}{clip}".split()) == 2
+    assert evaluated(folder=[f"mine={clip}"]) == 2
     assert "2 of 2 are missing" in capsys.readouterr().err
     assert list(by_name) == ["ar", relaxed]
     assert all(-1 <= row["clip"] <= 1 for row in by_name.values())

@@ -138,7 +138,8 @@ def test_an_evaluation_is_the_same_with_any_number_of_workers(
     model: Path, tmp_path: Path, nodes: Nodes
 ) -> None:
     """Pictures and figures; and a run goes on where another number of workers left it."""
-    sizes = "--num-images 65 --panels 2 --fresh 70 --rounds 10 --no-floor --method ar,eagle".split()
+    few = {"num_images": 65, "panels": 2, "fresh": 70, "rounds": 10, "no_floor": True}
+    sizes = [*config_file(tmp_path / "few.toml", **few), "--method", "ar,eagle"]
 
     def evaluated(name: str, *more: str) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
         out = tmp_path / name

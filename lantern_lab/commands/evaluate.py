@@ -3,6 +3,7 @@
     lantern-hpu evaluate --model builtin --output evaluation
     lantern-hpu evaluate --model llamagen-t2i-256 --preset lantern --prompts-file captions_val2017.json \
         --reference val2017 --output evaluation
+    lantern-hpu evaluate --config protocol.toml --output evaluation
 
 A run that was stopped is resumed; a further setting, or another metric, is added to what is there.
 docs/evaluation.md has the protocols.
@@ -20,7 +21,7 @@ from lantern_hpu.backends import DeviceOptions, prepare
 from lantern_hpu.commands import options
 from lantern_hpu.commands.options import Parser, add_fields, from_args, given_fields
 from lantern_hpu.core import Sampling
-from lantern_hpu.errors import OptionError, choices, exit_code, listed
+from lantern_hpu.errors import Arg, OptionError, choices, exit_code, listed, words
 from lantern_hpu.models.files.names import PartOverrides
 from lantern_lab.evaluate.metrics import PUBLISHED
 from lantern_lab.evaluate.options import (
@@ -35,65 +36,46 @@ from lantern_lab.evaluate.sets import export
 NO_METRIC = "none"
 # A small form, for a first look: what is not given
 QUICK = {"method": "ar,lantern++", "num_images": 80, "panels": 4, "fresh": 400, "rounds": 50}
-OTHERS = "also score a folder of images of another program, named by prompt id; repeat for several"
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        "lantern-hpu evaluate",
-        description="Compare the image quality of methods: FID, KID, CLIP score and others.",
-    )
-    add_drawn(parser.add_argument_group("what is drawn"))
-    options.add_sampling_options(
-        parser.add_argument_group("sampling (default: the preset's, else the model's own)")
-    )
-    add_scores(parser.add_argument_group("how it is scored"))
-    how = parser.add_argument_group("how it runs")
-    options.add_device_options(how)
-    options.add_running_options(how)
-    add_fields(how, EvaluateRequest, "workers")
-    how.add_argument(
-        "--output",
-        type=options.file_path,
-        required=True,
-        metavar="FOLDER",
-        help="output folder; an interrupted run in it is resumed",
-    )
-    return parser
+# Keys of a configuration file, which makes a protocol one's own: no options of the command line
+KEYS = (
+    *("prompts", "metrics", "inception", "vgg", "clip", "hps", "any_weights", "rounds", "no_floor"),
+    *("panels", "fresh", "folder", "export", "seed"),
+    *("cfg_scale", "temperature", "top_k", "top_p"),
+    *("drafter", "vq", "text_encoder", "neighbours", "image_size"),
+    *("graphs", "keep_text", "kernels", "layout", "quantize"),
+)
 
 
-def add_drawn(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
+def make_parser() -> Parser:
+    more = f"Keys of --config alone: {', '.join(KEYS)} (docs/evaluation.md)."
+    about = "Compare the image quality of methods: FID, KID, CLIP score and others."
+    parser = Parser("lantern-hpu evaluate", description=about, epilog=more)
+    add = parser.add_argument
+    add_fields(parser, EvaluateRequest, "model")
+    add_fields(parser, PartOverrides)
     protocols = ", ".join([SCENES, *PRESETS])
-    images = f"number of images, from the first prompts of the set (all if not set); for {SCENES}"
-    add_fields(group, EvaluateRequest, "model")
-    add_fields(group, PartOverrides)
     add("--preset", help=f"protocol: {protocols} ({SCENES} for the embedded model)")
-    add_fields(group, Library, "prompts", "prompts_file")
-    options.add_method_options(group, f"the preset's; of {SCENES}: {SCENES_ROWS}")
-    panels = f"for {SCENES}: captions with four images each, to compare by eye"
-    add_fields(group, PaintedOptions, "images", "panels", num_images=images, panels=panels)
-    add_fields(group, EvaluateOptions, "seed", "batch_size")
+    add_fields(parser, Library)
+    options.add_method_options(parser, f"the preset's; of {SCENES}: {SCENES_ROWS}")
+    images = f"number of images, from the first prompts of the set (all if not set); for {SCENES}"
+    add_fields(parser, PaintedOptions, num_images=images)
+    add_fields(parser, EvaluateOptions)
     small = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in QUICK.items())
-    add(
-        "--quick", action="store_true", default=None, help=f"for {SCENES}: a first look, of {small}"
-    )
-    add(
-        "--no-floor",
-        action="store_true",
-        help="skip the second set of `ar` images, which measures the noise floor",
-    )
-    add("--folder", action="append", default=[], metavar="NAME=FOLDER", help=OTHERS)
-
-
-def add_scores(group: argparse._ArgumentGroup) -> None:
-    metrics = f"comma-separated, of {', '.join(PUBLISHED)}; or {NO_METRIC} (the preset's)"
-    group.add_argument("--metrics", help=metrics)
-    fresh = f"for {SCENES}: reference images from the scene generator"
-    add_fields(group, PaintedOptions, "fresh", fresh=fresh)
-    add_fields(group, EvaluateOptions, "rounds", "places")
-    add_fields(group, Library, "reference", "inception", "vgg", "clip", "hps", "any_weights")
-    add_fields(group, EvaluateRequest, "export")
+    look = f"for {SCENES}: a first look, of {small}"
+    add("--quick", action="store_true", default=None, help=look)
+    add("--no-floor", action="store_true")
+    add("--folder", action="append", default=[])
+    add("--metrics")
+    options.add_sampling_options(parser)
+    options.add_device_options(parser)
+    options.add_running_options(parser)
+    add_fields(parser, EvaluateRequest, "workers", "export")
+    where = "output folder; an interrupted run in it is resumed"
+    add("--output", type=options.file_path, required=True, metavar="FOLDER", help=where)
+    parser.only_keys(*KEYS)
+    return parser
 
 
 # ------------------------------------------------------------------------------------ what is asked for
@@ -103,15 +85,15 @@ def preset_for(args: argparse.Namespace) -> str:
     name = args.preset or (SCENES if args.model in (None, "builtin") else None)
     if name is None:
         why, hint = "figures of two protocols cannot be compared", choices([SCENES, *PRESETS])
-        raise OptionError("--preset is missing", why, hint)
+        raise OptionError(words(Arg("preset"), "is missing"), why, hint)
     if name != SCENES:
         preset_of(name)
     library = "prompts prompts_file metrics reference inception vgg clip hps export"
     others = (library if name == SCENES else "fresh panels quick").split()
     given = [option for option in others if getattr(args, option) is not None]
     if given:
-        option = "--" + given[0].replace("_", "-")
-        raise OptionError(f"{option} has no meaning for --preset {name}")
+        what = words(Arg(given[0]), "has no meaning for", Arg("preset", name))
+        raise OptionError(what)
     return str(name)
 
 
@@ -182,10 +164,11 @@ def evaluate(wanted: EvaluateRequest, argv: Sequence[str]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
-    args = make_parser().parse_args(given)
+    parser = make_parser()
+    args = parser.parse_args(given)
 
     def command() -> None:
         print(evaluate(evaluate_request(args), given))
         print(f"wrote {args.output / 'evaluation.json'}, .md and the plots")
 
-    return exit_code(command)
+    return exit_code(command, parser.spell)
