@@ -29,6 +29,7 @@ from lantern_hpu.serve.options import ServeOptions
 from lantern_hpu.serve.process import deployment, drain
 from lantern_hpu.workers import LOOPBACK, connect, pieces, share_of
 from lantern_lab.commands import evaluate
+from tests.folder import config_file
 
 ray = pytest.importorskip("ray")
 ROOT = Path(__file__).parent.parent
