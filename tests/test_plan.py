@@ -23,7 +23,7 @@ from lantern_hpu.errors import DeviceError, OptionError
 from lantern_hpu.models.config import ConditionConfig, ModelConfig
 from lantern_hpu.models.files.load import open_model
 from lantern_hpu.models.files.names import PartOverrides
-from lantern_hpu.models.model import EmptyModel, Placement
+from lantern_hpu.models.model import EmptyModel, Placement, parameters_of
 from lantern_hpu.plan.requirements import accelerators, find_model, parse_memory
 from lantern_hpu.tree import DraftTree, load_tree
 from lantern_hpu.zoo.find import find_parts
@@ -96,8 +96,8 @@ KNOWN = {
 
 
 def test_known_models_have_the_sizes_that_were_added_up_by_hand() -> None:
-    counted = {name: sum(e.config.parameters.values()) for name, e in entries().items()}
-    text = {name: e.config.parameters["text"] for name, e in entries().items()}
+    counted = {name: sum(parameters_of(e.config).values()) for name, e in entries().items()}
+    text = {name: parameters_of(e.config)["text"] for name, e in entries().items()}
     millions = {name: (counted[name] - text[name]) / 1e6 for name in counted}
     assert millions == pytest.approx(KNOWN, rel=2e-4)
 
@@ -137,7 +137,7 @@ def test_a_state_is_counted_as_it_is_allocated(tree: str, is_open: bool) -> None
         held += sum(tensor.nbytes for _, tensor in walk_tensors("", entry))
     assert memory.summed(memory.state(config, memory.Setup(spec, "float32"))) == held
     numbers = [sum(p.numel() for p in module.parameters()) for module in models]
-    assert numbers == [config.parameters["target"], config.parameters["drafter"]]
+    assert numbers == [parameters_of(config)["target"], parameters_of(config)["drafter"]]
 
 
 @pytest.mark.slow
@@ -231,7 +231,7 @@ def test_a_drafter_that_is_not_used_is_loaded_if_it_is_here(empty_cache: Path) -
         step()
         model = find_model(T2I, PartOverrides())
         peaks.append(memory.peak(model.config, setup(tree=None, loads_drafter=model.loads_drafter)))
-    assert peaks[1] == peaks[0] + entry.config.parameters["drafter"] * 2
+    assert peaks[1] == peaks[0] + parameters_of(entry.config)["drafter"] * 2
 
 
 def planned(capsys: pytest.CaptureFixture[str], *args: str | Path) -> str:

@@ -28,7 +28,7 @@ from lantern_hpu.models.config import DrafterConfig, TransformerConfig
 from lantern_hpu.models.files.load import open_model
 from lantern_hpu.models.files.names import PartOverrides
 from lantern_hpu.models.files.write import write_model
-from lantern_hpu.models.model import ImageModel, Placement
+from lantern_hpu.models.model import ImageModel, Placement, parameters_of
 from lantern_hpu.ops.sampling import SamplingParams, to_probs
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.plan.requirements import find_model
@@ -210,7 +210,7 @@ def test_sizes_are_the_large_ones_as_memory_counts_them(model: ImageModel) -> No
     assert held == config.target.parameters
     assert model.drafter is not None and config.drafter is not None
     drafted = sum(p.numel() for p in model.drafter.parameters())
-    assert drafted == config.parameters["drafter"]
+    assert drafted == parameters_of(config)["drafter"]
     assert model.target.config.grid == CONFIG.grid
     assert all(not p.is_meta and p.isfinite().all() for p in model.target.parameters())
 

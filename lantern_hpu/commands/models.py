@@ -57,7 +57,9 @@ def builtin_facts() -> Facts:
 
 def detailed_facts(entry: KnownModel) -> Facts:
     """With the number of its parameters, which loads torch."""
-    return model_facts(entry) | {"parameters": entry.config.parameters}
+    from lantern_hpu.models.model import parameters_of
+
+    return model_facts(entry) | {"parameters": parameters_of(entry.config)}
 
 
 def model_facts(entry: KnownModel) -> Facts:

@@ -23,7 +23,7 @@ from lantern_hpu.decode.state import DecodeState, PrefillInput, walk_tensors
 from lantern_hpu.errors import Arg, DeviceError, OptionError, Words, words
 from lantern_hpu.files import amount
 from lantern_hpu.models.config import ModelConfig, TransformerConfig
-from lantern_hpu.models.model import EmptyModel, count_vision
+from lantern_hpu.models.model import EmptyModel, count_vision, parameters_of
 from lantern_hpu.tree import DraftTree
 
 META = torch.device("meta")
@@ -114,7 +114,7 @@ def peak(model: ModelConfig, setup: Setup) -> int:
 
 def weights(model: ModelConfig, setup: Setup) -> Rows:
     """Parameters in the number format of the run; the image tokenizer stays float32."""
-    held = model.parameters
+    held = parameters_of(model)
     target, drafter = held["target"] * setup.bytes, held["drafter"] * setup.bytes
     if setup.quantize:
         in_target, in_drafter = EmptyModel.of(model).matrices

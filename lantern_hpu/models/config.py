@@ -233,10 +233,23 @@ class TransformerConfig:
 
     @cached_property
     def parameters(self) -> int:
-        """Numbers of a target of these sizes, as its modules have them."""
-        from lantern_hpu.models.model import count_numbers, empty_target  # loads torch
-
-        return count_numbers(empty_target(self))
+        """Numbers of a target of these sizes: of its layers, its embedding, its head and its last norm."""
+        projections = (self.width + 2 * self.kv_width) * (self.dim + self.qkv_bias)
+        attention = projections + self.width * self.dim
+        if self.qk_norm == "rms":
+            attention += 2 * self.head_dim
+        elif self.qk_norm:  # weights and biases of each head
+            attention += 2 * (self.width + self.kv_width)
+        norms = 2 * self.dim * (self.input_norms + self.sandwich_norms)
+        swiglu = 3 * self.dim * self.ffn_dim
+        layers = self.layers * (attention + norms + swiglu) + self.word_layers * swiglu
+        embed = (self.embed_rows or self.vocab_size) * self.dim
+        if self.code_dim is not None:
+            embed = self.vocab_size * self.code_dim + (self.code_dim + self.dim + 2) * self.dim
+        head = self.vocab_size * (self.dim + (self.spare_codes > 0))
+        if self.head_hidden is not None:
+            head = (self.dim + 1) * self.head_hidden + (self.head_hidden + 1) * self.vocab_size
+        return layers + embed + head + self.dim
 
 
 @dataclass(frozen=True)
@@ -463,10 +476,3 @@ class ModelConfig:
     def lacks_text(self) -> bool:
         """Whether there is a text encoder of unknown sizes."""
         return self.condition.kind == "t5" and self.text is None
-
-    @cached_property
-    def parameters(self) -> dict[str, int]:
-        """Numbers that each part holds, as its modules have them; 0 where there is none."""
-        from lantern_hpu.models.model import EmptyModel  # loads torch
-
-        return EmptyModel.of(self).parts() | {"text": self.text.parameters if self.text else 0}

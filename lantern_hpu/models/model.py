@@ -61,11 +61,6 @@ def count_numbers(*modules: nn.Module | None) -> int:
     return sum(p.numel() for module in modules if module for p in module.parameters())
 
 
-def empty_target(config: TransformerConfig) -> Target:
-    with shapes_only():
-        return Target(config)
-
-
 def count_tokenizer(config: VQConfig | None) -> int:
     """Numbers of an image tokenizer."""
     if config is None:
@@ -98,19 +93,11 @@ class EmptyModel:
     def of(cls, config: ModelConfig) -> EmptyModel:
         drafter = None
         with shapes_only():
+            target = Target(config.target)
             if config.drafter is not None:
                 drafter = Drafter(config.target, config.drafter)
             stored = condition_modules(config.condition, config.target)
-        return cls(config, empty_target(config.target), drafter, stored)
-
-    def parts(self) -> dict[str, int]:
-        """Numbers of what is stored together, but for the text encoder."""
-        vectors = self.config.target.codes * self.config.codebook
-        return {
-            "target": count_numbers(self.target, *self.stored.values()) + vectors,
-            "drafter": count_numbers(self.drafter),
-            "vq": count_tokenizer(self.config.vq),
-        }
+        return cls(config, target, drafter, stored)
 
     @property
     def body(self) -> int:
@@ -138,6 +125,18 @@ class EmptyModel:
             for module in (self.target, self.drafter or nn.Module())
         )
         return target, drafter
+
+
+def parameters_of(config: ModelConfig) -> dict[str, int]:
+    """Numbers that each part of a model holds; 0 where there is none."""
+    empty = EmptyModel.of(config)
+    vectors = config.target.codes * config.codebook
+    return {
+        "target": count_numbers(empty.target, *empty.stored.values()) + vectors,
+        "drafter": count_numbers(empty.drafter),
+        "vq": count_tokenizer(config.vq),
+        "text": config.text.parameters if config.text else 0,
+    }
 
 
 def of_size(model: ModelConfig, size: tuple[int, int], name: str) -> TransformerConfig:

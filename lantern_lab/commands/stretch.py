@@ -88,13 +88,14 @@ def stretch(asked: StretchRequest) -> str:
     import torch
     from tqdm import tqdm
 
-    from lantern_hpu.models.files.load import open_model
+    from lantern_hpu.models.model import parameters_of
+from lantern_hpu.models.files.load import open_model
     from lantern_hpu.models.files.write import staged, write_model
     from lantern_hpu.zoo.find import find_parts
     from lantern_lab.stretch import stretch_model, stretched_config
 
     opened, large = open_model(find_parts(asked.model)), entry.config.target
-    numbers = sum(stretched_config(opened.config, asked.to, large).parameters.values())
+    numbers = sum(parameters_of(stretched_config(opened.config, asked.to, large)).values())
     check_room(output, numbers * (4 if asked.dtype == "float32" else 2))
     dtype = None if asked.dtype == "auto" else getattr(torch, asked.dtype)
     with (
