@@ -118,7 +118,7 @@ class ImageGenerator:
         if tree.needs_drafter and (drafter or self.model.drafter) is None:
             raise lacks_drafter(self.model.name, f"the tree {tree.name}")
         model = self.model
-        return Spec.of(requests, tree, size, model.sizes(requests), model.listed_neighbours)
+        return Spec.of(requests, tree, size, model.sizes(requests))
 
     @own_defaults()
     def warm_up(self, engine: Engine, request: Request) -> None:

@@ -96,7 +96,7 @@ class LanternPipeline(ImageGenerator):
             drafter: a folder or a known name, in place of the model's own, as in `given=PartOverrides(drafter=...)`.
             graphs: `auto` or one of the device's graph modes.
             kernels: `auto`, the device's fused kernels where they agree with the plain ones; or `plain`.
-            given: parts in place of the model's own: drafter, VQ tokenizer, text encoder, neighbours.
+            given: parts in place of the model's own: drafter, VQ tokenizer, text encoder.
             keep_text: where a text encoder stays once prompts are encoded: `device`, `host` or `free`; `auto`: `host`,
                 but `device` in a server where it fits.
             quantize: `int8` for the matrices of target and drafter.

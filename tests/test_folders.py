@@ -82,9 +82,8 @@ def test_files_with_a_dot_in_front_are_not_weights(tmp_path: Path) -> None:
     "vq", ["vq.pth", "vq.safetensors", "vq-16.ckpt", "vqgan.bin", "vq_ds16_c2i.pt"]
 )
 def test_a_tokenizer_beside_a_target_is_no_second_model(vq: str, tmp_path: Path) -> None:
-    parts = find_parts(str(files(tmp_path, "c2i_B_256.pt", vq, "vq_distances/top_3_indices.npy")))
+    parts = find_parts(str(files(tmp_path, "c2i_B_256.pt", vq)))
     assert parts.target == tmp_path / "c2i_B_256.pt" and parts.vq == tmp_path / vq
-    assert parts.neighbours == tmp_path / "vq_distances"
 
 
 def test_a_model_moves_between_devices_by_the_path_it_was_given(

@@ -14,7 +14,6 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout, suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -38,8 +37,7 @@ from lantern_hpu.models.config import (
     VQConfig,
 )
 from lantern_hpu.models.files.load import open_model
-from lantern_hpu.models.files.names import PartOverrides
-from lantern_hpu.models.model import Placement, cached_nearest, nearest_codes, read_table
+from lantern_hpu.models.model import Placement, cached_nearest, nearest_codes
 from lantern_hpu.results.images import METADATA
 from lantern_hpu.results.outputs import read_saved_tokens
 from lantern_hpu.zoo.find import find_parts
@@ -151,50 +149,6 @@ def test_a_cached_table_of_neighbours_is_checked(cache: Path) -> None:
     with pytest.warns(UserWarning, match="no regular file; it is made again"):
         assert torch.equal(cached_nearest(book, 5), want)
     assert np.array_equal(np.load(file), kept)
-
-
-@pytest.mark.parametrize("place", ["option", "folder", "without a tokenizer"])
-def test_each_row_of_a_table_of_neighbours_is_checked(
-    model: Path, tmp_path: Path, place: str
-) -> None:
-    """What reads tables in C checks no index: a process would end."""
-    folder, table = Path(shutil.copytree(model, tmp_path / "tiny")), tmp_path / "n.npy"
-    about, neighbours = json.loads((folder / "model.json").read_text()), Placement()
-    good = open_model(find_parts(str(folder))).load(neighbours).nearest(20).numpy()
-    big = spoiled_row(good.astype(np.int64), 2**32)
-    unsigned = spoiled_row(good.astype(np.uint64), 2**64 - 1)
-    wrong = (*(spoiled_row(good, code) for code in (32, -1, 2**30)), big, unsigned, good[:31])
-    for rows in (good, good.astype(">i2"), np.asfortranarray(good), *wrong):
-        np.save(table, rows)
-        if place == "folder":
-            shutil.copy(table, folder / "neighbours.npy")
-            about["files"]["neighbours.npy"] = sha256(table)
-            (folder / "model.json").write_text(json.dumps(about))
-        given = PartOverrides(neighbours=None if place == "folder" else str(table))
-        opened = open_model(find_parts(str(folder), given))
-        if place == "without a tokenizer":
-            config = replace(opened.config.target, code_pixels=2)
-            opened = replace(opened, config=replace(opened.config, target=config, vq=None))
-        if any(rows is bad for bad in wrong):
-            with pytest.raises(WeightsError, match="are for another codebook"):
-                opened.load(neighbours)
-        else:
-            assert np.array_equal(opened.load(neighbours).nearest(20).numpy(), good)
-
-
-def test_damaged_tables_of_neighbours_are_one_error(tmp_path: Path) -> None:
-    """Headers that lie, and bytes of a script."""
-    file, rng = tmp_path / "n.npy", random.Random(0)
-    np.save(file, nearest_codes(torch.randn(32, 4), 5).numpy().astype(np.uint8))
-    good, read = file.read_bytes(), 0
-    for _ in range(300):
-        data = bytearray(good)
-        for _ in range(rng.choice([1, 2, 30])):
-            data[rng.randrange(rng.choice([12, 128, len(data)]))] = rng.randrange(256)
-        file.write_bytes(data[: rng.randrange(len(data))] if rng.random() < 0.2 else data)
-        with suppress(WeightsError):
-            read += int(read_table(file, None, 32).max()) < 32
-    assert 0 < read < 300
 
 
 def test_a_tokenizer_of_more_codes_than_the_target_draws_is_refused(

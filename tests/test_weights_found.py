@@ -23,7 +23,7 @@ from lantern_hpu.models.families.eagle import open_drafter
 from lantern_hpu.models.files.checkpoint import open_checkpoint
 from lantern_hpu.models.files.load import open_model
 from lantern_hpu.models.files.names import PartOverrides, read_config
-from lantern_hpu.models.model import ImageModel, Placement, open_table
+from lantern_hpu.models.model import ImageModel, Placement
 from lantern_hpu.models.text.tokens import load_tokenizer
 from lantern_hpu.results.outputs import read_saved_tokens
 from lantern_hpu.zoo.find import find_parts
@@ -264,7 +264,7 @@ def test_a_tied_head_is_the_embedding(hub: tuple[Path, State]) -> None:
 
 @pytest.mark.parametrize(("content", "says"), [(POINTER, "git lfs pull"), (PAGE, "web page")])
 @pytest.mark.parametrize(
-    "name", ["x.safetensors", "x.pt", "x.bin", "x.npy", "x.npz", "tokenizer.json", "config.json"]
+    "name", ["x.safetensors", "x.pt", "x.bin", "x.npz", "tokenizer.json", "config.json"]
 )
 def test_pointers_and_pages_are_named_in_every_kind_of_file(
     content: bytes, says: str, name: str, tmp_path: Path, public: Path
@@ -274,7 +274,6 @@ def test_pointers_and_pages_are_named_in_every_kind_of_file(
     if name == "config.json":
         shutil.copy(public / CLASS / "c2i_B_256.pt", tmp_path)
     readers: dict[str, Callable[[Path], Any]] = {
-        "x.npy": open_table,
         "x.npz": read_saved_tokens,
         "tokenizer.json": lambda file: load_tokenizer(file.parent),
         "config.json": lambda file: loaded(file.parent),
@@ -288,7 +287,6 @@ def test_pointers_and_pages_are_named_in_every_kind_of_file(
 READERS: dict[str, Callable[[Path], Any]] = {
     "x.safetensors": open_checkpoint,
     "x.pt": open_checkpoint,
-    "x.npy": open_table,
     "x.npz": read_saved_tokens,
     "samples.npz": lambda file: read_samples(file, "", 1, tiny_config()),
     "captioned.npz": lambda file: read_encoded(file, tiny_config(), ()),

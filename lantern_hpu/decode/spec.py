@@ -56,15 +56,13 @@ class Spec:
         tree: Tree,
         images: int,
         config: TransformerConfig,
-        known_neighbours: int | None = None,
     ) -> Spec:
         """What these requests need, in a batch of that many images; what none of them uses is left out.
 
-        `config` is of the target, for their size; of each code so many neighbours are known, if not all are.
+        `config` is of the target, for their size.
         """
         samplings = [request.sampling for request in requests]
-        known_neighbours = known_neighbours or config.codes - 1
-        need = neighbours_needed(requests, config.codes, known_neighbours)
+        need = neighbours_needed(requests, config.codes)
         check_drawable(tree, requests, config)
         reach = max((r.relaxation.limits[0] for r in requests if r.relaxation.clusters), default=0)
         limited = [s.top_k for s in samplings if 0 < s.top_k < config.vocab_size and not s.greedy]
@@ -76,7 +74,7 @@ class Spec:
             use_top_p=any(s.top_p < 1 and not s.greedy for s in samplings),
             use_greedy=any(s.greedy for s in samplings),
             use_sampled=not all(s.greedy for s in samplings),
-            neighbours=min(rounded_up(need), known_neighbours),
+            neighbours=min(rounded_up(need), config.codes - 1),
             annealed=any(r.relaxation.weighs for r in requests),
             ranks=(1 << max(reach, LEAST_RANKS).bit_length()) - 1 if reach else 0,
             blended=any(r.relaxation.tv > 0 for r in requests),
@@ -135,21 +133,14 @@ def verified_together(requests: Sequence[Request]) -> bool:
     return True in ways
 
 
-def neighbours_needed(requests: Sequence[Request], codes: int, known_neighbours: int) -> int:
-    """Neighbours of a code that some request looks at, where so many are known of each."""
+def neighbours_needed(requests: Sequence[Request], codes: int) -> int:
+    """Neighbours of a code that some request looks at."""
     most = max((r.relaxation.k for r in requests if r.relaxation.lends), default=0)
     require(
         most < codes, words(Arg("relax"), "k"), most, f"0 to {codes - 1}, the neighbours of a code"
     )
     # The published residual looks one neighbour further than the bound.
-    need = min(most + 1, codes - 1) if most else 0
-    require(
-        need <= known_neighbours,
-        words(Arg("relax"), "k"),
-        most,
-        f"0 to {known_neighbours - 1}, as many as are known",
-    )
-    return need
+    return min(most + 1, codes - 1) if most else 0
 
 
 def check_drawable(tree: Tree, requests: Sequence[Request], config: TransformerConfig) -> None:

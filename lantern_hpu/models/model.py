@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lantern_hpu.core import Request, Sampling, SourcePicture
 from lantern_hpu.errors import Arg, OptionError, OutputError, WeightsError, words
-from lantern_hpu.files import check_content, check_regular, own_cache, write_file
+from lantern_hpu.files import check_regular, own_cache, write_file
 from lantern_hpu.models.config import ModelConfig, TransformerConfig, VisionConfig, VQConfig
 from lantern_hpu.models.cosmos_vq import CosmosVQ
 from lantern_hpu.models.emu3_vq import Emu3VQ, MoVQ, count_decoder
@@ -36,9 +36,7 @@ from lantern_hpu.ops.quantized import matrix_layers
 
 CACHED_NEIGHBOURS = 1024  # neighbours kept in the cache: no published setting uses more than 1000
 COMPARED = 1024  # codes compared with all others at a time
-ROUNDED = 0.01  # of a code's length: how far distances by a float32 product of matrices may be off
-CHECKED_ROWS = 16  # rows of a published table that are compared with the codebook
-BLOCK = 1024  # rows of a table that are checked at once, without a copy of all
+CHECKED_ROWS = 16  # rows of a kept table that are computed again
 
 
 @dataclass(frozen=True)
@@ -185,7 +183,6 @@ class ImageModel:
     sampling: Sampling  # default settings
     # Device name, or `cpu:1` for one image at a time, to [method, tree or None]: the fastest that was measured there
     fastest: dict[str, tuple[str, str | None]] = field(default_factory=dict)
-    neighbour_table: Path | None = None  # a published one; otherwise one is computed
     vq_fingerprint: str = ""  # of the tokenizer, the same in any container; empty without one
     code_vectors_alone: Tensor | None = None  # [codes, dim], where there is no tokenizer
     pixels_by: Path | None = None  # a pipeline of diffusers that makes pictures of its codes
@@ -243,8 +240,7 @@ class ImageModel:
     @property
     def knows_neighbours(self) -> bool:
         """Whether codes are known to be near each other, which relaxation by neighbours needs."""
-        known = self.vq, self.neighbour_table, self.code_vectors_alone
-        return any(source is not None for source in known)
+        return self.vq is not None or self.code_vectors_alone is not None
 
     @property
     def codebook(self) -> Tensor:
@@ -252,17 +248,10 @@ class ImageModel:
         if self.code_vectors_alone is not None:  # used at length 1
             return F.normalize(self.code_vectors_alone.float(), dim=-1)
         if self.vq is None:
-            hint = words(Arg("vq"), ",", Arg("neighbours"), ", or an exact method")
+            hint = words(Arg("vq"), ", or an exact method")
             why = "there is no VQ tokenizer"
             raise WeightsError("which codes are neighbours is not known", why, hint)
         return self.vq.quantize.embedding.weight
-
-    @property
-    def listed_neighbours(self) -> int:
-        """How many neighbours of a code can be had."""
-        if self.neighbour_table is None:
-            return self.codes - 1
-        return open_table(self.neighbour_table).shape[1]
 
     @torch.no_grad()
     def code_tables(self, neighbours: int, ranks: int) -> tuple[Tensor | None, Tensor | None]:
@@ -275,11 +264,7 @@ class ImageModel:
     def nearest(self, k: int) -> Tensor:
         """The k nearest other codes of each code, on the target's device: [V, k] int32."""
         if k not in self._near:
-            if self.neighbour_table is None:
-                table = cached_nearest(self.codebook, k)
-            else:
-                table = read_table(self.neighbour_table, k, self.codes)
-            self._near[k] = self.of_vocabulary(table)
+            self._near[k] = self.of_vocabulary(cached_nearest(self.codebook, k))
         return self._near[k]
 
     def of_vocabulary(self, rows: Tensor) -> Tensor:
@@ -326,7 +311,7 @@ def cached_nearest(codebook: Tensor, k: int) -> Tensor:
     if os.path.lexists(file):
         try:
             return read_kept(file, rows, width)[:, :k].contiguous()
-        except (WeightsError, OptionError) as error:
+        except WeightsError as error:
             warnings.warn(f"{error.reason}; it is made again", stacklevel=2)
             with suppress(OSError):
                 file.unlink()
@@ -338,98 +323,23 @@ def cached_nearest(codebook: Tensor, k: int) -> Tensor:
 
 
 def read_kept(file: Path, codebook: Tensor, width: int) -> Tensor:
-    """A table [V, width] int32 of the user's cache; a WeightsError unless it is one of this codebook."""
-    table, size = read_table(file, width, len(codebook)), len(codebook)
-    index = torch.linspace(0, size - 1, min(CHECKED_ROWS, size)).long()
-    order = code_distances(codebook.double(), index).sort(dim=-1, stable=True).indices
-    if not torch.equal(table[index].long(), order[:, :width]):
-        raise WeightsError(f"cannot use the neighbours in {file}", "it is of another codebook")
-    return table
+    """A table [V, width] int32 of the user's cache.
 
-
-def open_table(path: Path) -> np.ndarray:
-    """A published table, mapped: row x lists the other codes, nearest first. A folder may hold it.
-
-    What its rows hold is not looked at: see `read_table`.
-    """
-    if path.is_dir():
-        files = sorted(path.glob("top_*_indices.npy"))
-        if len(files) != 1:
-            raise WeightsError(f"{path} holds {len(files)} neighbour tables, expected one")
-        path = files[0]
-    check_regular(path)
-    check_content(path)
-    try:
-        table = np.lib.format.open_memmap(path, mode="r")
-    except Exception as error:  # a damaged header may raise anything
-        raise WeightsError(f"cannot read the neighbours in {path}", str(error)) from error
-    if table.ndim != 2 or table.dtype.kind not in "iu" or not table.size:
-        why = f"it is {list(table.shape)} of {table.dtype}, expected rows of whole numbers"
-        raise WeightsError(f"{path} is not a neighbour table", why)
-    return table
-
-
-def check_table(path: Path, codebook: Tensor) -> str | None:
-    """Check a published table, and compare some of its rows with the codebook. -> a note for the user, if any
-
-    Distances by a float32 product of matrices, as torch.cdist takes them by default, are wrong by up to a hundredth of
-    the codes' length: a table that is sorted but for that is one of this codebook.
-    """
-    size = len(codebook)
-    foreign = f"the neighbours in {path} are for another codebook"
-    rows = codebook.detach().cpu().double()
-    index = torch.linspace(0, size - 1, min(CHECKED_ROWS, size)).long()
-    neighbours = read_table(path, None, size, index.tolist()).long()  # [n, K]
-    if bool((neighbours == index[:, None]).any()):
-        why = "a code is listed as its own neighbour"
-        raise WeightsError(f"the neighbours in {path} cannot be used", why)
-    listed = code_distances(rows, index).gather(1, neighbours)  # [n, K], infinite nowhere
-    closest = code_distances(rows, index).amin(1, keepdim=True)
-
-    def sorted_within(slack: Tensor) -> bool:  # [n, 1]
-        rising = listed[:, 1:] >= listed[:, :-1] - slack - 1e-3 * listed[:, 1:]
-        return bool(rising.all() and (listed[:, :1] <= closest * (1 + 1e-3) + slack).all())
-
-    # Published tables come from float32 arithmetic, so near ties may stand the other way round.
-    if sorted_within(1e-3 * listed[:, :1].clamp(min=1e-6)):
-        return None
-    if not sorted_within(ROUNDED * rows[index].norm(dim=1, keepdim=True)):
-        raise WeightsError(foreign, "its rows are not sorted by distance in this codebook")
-    return f"the neighbours in {path} were sorted by rounded distances: codes that lie close are out of order"
-
-
-def table_digest(path: Path) -> str:
-    """Which table it is: a digest of its size and of some rows."""
-    table = open_table(path)
-    some = table[:: max(1, len(table) // CHECKED_ROWS), :CACHED_NEIGHBOURS].astype(np.int32)
-    return hashlib.sha256(f"{table.shape}".encode() + some.tobytes()).hexdigest()
-
-
-def read_table(path: Path, k: int | None, codes: int, rows: Sequence[int] | None = None) -> Tensor:
-    """The first k columns of a table, or all, stored as any whole numbers: [V, k] int32, each a code.
-
-    Args:
-        rows: [n] of these alone: [n, k]. All are checked, as what reads tables checks no index.
+    All of it is checked, as what reads tables checks no index, and some rows are computed again.
 
     Raises:
-        WeightsError: it is not a table of `codes` codes.
-        OptionError: it has fewer columns.
+        WeightsError: it cannot be read, or is of another codebook.
     """
-    table = open_table(path)
-    foreign = f"the neighbours in {path} are for another codebook"
-    if len(table) != codes or table.shape[1] >= codes:
-        why = f"it is {list(table.shape)}, the codebook has {codes} codes"
-        raise WeightsError(foreign, why)
-    if k is not None and table.shape[1] < k:
-        why = f"{path} lists {table.shape[1]}"
-        hint = Arg("relax", f"k={table.shape[1] - 1}")
-        raise OptionError(f"{k} neighbours were asked for", why, hint)
-    columns = table[:, :k]
-    blocks = [columns[start : start + BLOCK] for start in range(0, codes, BLOCK)]
-    wanted = (columns if rows is None else columns[list(rows)]).astype(
-        np.int64
-    )  # the file may change
-    for block in (*blocks, wanted):
-        if int(block.min()) < 0 or int(block.max()) >= codes:
-            raise WeightsError(foreign, f"it lists codes beyond {codes - 1}")
-    return torch.from_numpy(wanted.astype(np.int32))
+    check_regular(file)
+    try:
+        table = np.load(file, allow_pickle=False)
+    except Exception as error:  # a damaged header may raise anything
+        raise WeightsError(f"cannot read the neighbours in {file}", str(error)) from error
+    size = len(codebook)
+    index = torch.linspace(0, size - 1, min(CHECKED_ROWS, size)).long()
+    order = code_distances(codebook.double(), index).sort(dim=-1, stable=True).indices
+    is_table = table.shape == (size, width) and table.dtype == np.int32
+    in_range = is_table and table.min() >= 0 and table.max() < size
+    if not in_range or not np.array_equal(table[index.numpy()], order[:, :width]):
+        raise WeightsError(f"cannot use the neighbours in {file}", "it is of another codebook")
+    return torch.from_numpy(table)

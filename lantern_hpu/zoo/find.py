@@ -50,7 +50,6 @@ USUAL_NAMES = {
         "vq*.*",
     ),
     "text": ("text", "text_encoder", "flan-t5*", "t5*"),
-    "neighbours": ("neighbours", "neighbours.npy", "vq_distances", "top_*_indices.npy"),
 }
 # Folders of a pipeline of diffusers whose codes come from a language model (GLM-Image)
 AUTOREGRESSIVE, PROCESSOR, DIFFUSION = "vision_language_encoder", "processor", "transformer"

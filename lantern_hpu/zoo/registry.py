@@ -14,7 +14,7 @@ from lantern_hpu.models.config import ModelConfig
 from lantern_hpu.models.files.names import indexed_files, series_of
 
 FILE = ASSETS / "registry.json"
-PARTS = ("target", "drafter", "vq", "text", "neighbours", "pixels")
+PARTS = ("target", "drafter", "vq", "text", "pixels")
 ANY = "*"  # in a name: all files that match, of `a/*` those of a folder
 NEEDED_FOR = ("always", "drafting", "prompts", "optional")
 

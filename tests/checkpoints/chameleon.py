@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Generator
@@ -24,7 +23,7 @@ from tests.checkpoints.files import (
     write_shards,
 )
 from tests.checkpoints.language_models import write_words
-from tests.checkpoints.llamagen import drafter_shapes, write_neighbours
+from tests.checkpoints.llamagen import drafter_shapes
 
 IMAGE_CODES, FIRST_IMAGE, VOCABULARY = 8192, 4, 65536
 BOS, PAD, EOS, EOI, BOI, IMAGE = 0, 1, 2, 8196, 8197, 8711
@@ -186,7 +185,7 @@ def older_config(dim: int, layers: int, sizes: Mapping[str, Any]) -> dict[str, A
 
 
 def write_anole(folder: Path, generator: Generator) -> None:
-    """Anole as today's transformers saves it, Meta's tokenizer twice, a drafter and a cut neighbour table."""
+    """Anole as today's transformers saves it, Meta's tokenizer twice, and a drafter."""
     dim = 32
     vqgan = draw_all(taming_shapes(**VQGAN), generator)
     model = chameleon_model(dim, 2, VQGAN, vqgan, generator)
@@ -196,7 +195,6 @@ def write_anole(folder: Path, generator: Generator) -> None:
     write_safetensors(folder / "vqvae" / "model.safetensors", vqgan)
     config = {"architectures": ["ChameleonVQVAE"]} | taming_config(VQGAN)
     write_json(folder / "vqvae" / "config.json", config)
-    write_neighbours(folder, vqgan["quantize.embedding.weight"], 64, np.int32)
     drafter = draw_all(drafter_shapes(VOCABULARY, dim, 2 * dim, heads=2), generator)
     drafter["embed_tokens.weight"] = model.model.embed_tokens.weight.detach().float()
     write_safetensors(folder / "drafter" / "model.safetensors", drafter)

@@ -6,12 +6,10 @@ Names and layouts are those of `FoundationVision/LlamaGen` and of `jadohu/LlamaG
 from __future__ import annotations
 
 import argparse
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Generator, Tensor
 
@@ -118,20 +116,6 @@ def write_llamagen_vq(
     return state["quantize.embedding.weight"].float()
 
 
-def write_neighbours(folder: Path, codebook: Tensor, columns: int, dtype: type) -> None:
-    """vq_distances/top_K_indices.npy: other codes by distance of raw rows."""
-    table, near = codebook.double(), []
-    squares = table.square().sum(1)  # [V]
-    for start in range(0, len(table), 512):
-        part = table[start : start + 512]
-        distance = squares - 2 * part @ table.T  # [512, V]: squared, less what all of a row share
-        distance.diagonal(start).fill_(math.inf)  # a code is no neighbour of itself
-        near.append(distance.topk(columns, largest=False).indices)
-    (folder / "vq_distances").mkdir(parents=True, exist_ok=True)
-    indices: np.ndarray = torch.cat(near).numpy().astype(dtype)
-    np.save(folder / "vq_distances" / f"top_{columns}_indices.npy", indices)
-
-
 def write_text_encoder(folder: Path, generator: Generator) -> None:
     """A tiny T5 encoder in the form of google/flan-t5-xl."""
     from transformers import T5Config, T5EncoderModel, T5Tokenizer
@@ -192,9 +176,8 @@ def write_other_containers(folder: Path, generator: Generator) -> None:
 
 
 def write_parts(folder: Path, vq: VQConfig, generator: Generator) -> None:
-    """What text-to-image models have next to them: VQ tokenizer, neighbours, text encoder."""
-    codebook = write_llamagen_vq(folder / "vq_ds16_t2i.pt", vq, generator, torch.bfloat16)
-    write_neighbours(folder, codebook, CODES - 1, np.uint16)
+    """What text-to-image models have next to them: VQ tokenizer and text encoder."""
+    write_llamagen_vq(folder / "vq_ds16_t2i.pt", vq, generator, torch.bfloat16)
     write_text_encoder(folder / "text", generator)
 
 

@@ -455,7 +455,6 @@ class Weights(NamedTuple):
     drafter: Stored | None = None
     files: Mapping[str, str] = {}  # digests that are known already
     fingerprint: str | None = None  # of the target; None where it is the digest
-    neighbours: Path | None = None  # a published table
     vision: Stored | None = None  # of what makes codes of pictures, where that is no tokenizer
 
 

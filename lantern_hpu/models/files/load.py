@@ -31,7 +31,6 @@ from lantern_hpu.models.files.checkpoint import (
 from lantern_hpu.models.files.names import (
     CONFIG,
     DRAFTER_WEIGHTS,
-    NEIGHBOURS,
     TARGET,
     VISION,
     VQ,
@@ -49,10 +48,7 @@ from lantern_hpu.models.model import (
     TOKENIZERS,
     ImageModel,
     Placement,
-    check_table,
     of_size,
-    read_table,
-    table_digest,
 )
 from lantern_hpu.models.reading import GlmImageReader, LuminaReader, Reader
 from lantern_hpu.models.text.frames import FRAMES, reads_pictures
@@ -155,7 +151,6 @@ class OpenedModel:
             vq=vq,
             sampling=self.sampling,
             fastest=self.fastest,
-            neighbour_table=self.parts.neighbours or weights.neighbours,
             vq_fingerprint=weights.vq.fingerprint(vq) if vq and weights.vq else "",
             code_vectors_alone=vectors.weight if vectors else None,
             pixels_by=self.pixels,
@@ -166,7 +161,6 @@ class OpenedModel:
             files[DRAFTER_WEIGHTS] = self.drafter.fill(drafter, model, dtype)
         elif drafter is not None and weights.drafter is not None:
             weights.drafter.fill(drafter, dtype, device)
-        check_neighbours(model)
         return model
 
 
@@ -231,7 +225,6 @@ def open_folder(parts: Parts) -> OpenedModel:
             stored(DRAFTER_WEIGHTS) if config.drafter else None,
             files,
             description.get("fingerprint"),
-            path / NEIGHBOURS if NEIGHBOURS in files else None,
             stored(VISION) if config.vision else None,
         )
 
@@ -305,19 +298,6 @@ def make_reader(
         fill = partial(vision.fill, dtype=placement.dtype, device=placement.device)
         return GlmImageReader(config.vision, fill, vectors.weight, up)
     return LuminaReader(vq, config.target, up) if isinstance(vq, VQModel) else None
-
-
-def check_neighbours(model: ImageModel) -> None:
-    """Check a model's table of neighbours, if it has one, compare it with its codebook, and take its digest."""
-    if model.neighbour_table is None:
-        return
-    if model.vq is not None:
-        note = check_table(model.neighbour_table, model.codebook) or ""
-    else:
-        read_table(model.neighbour_table, None, model.codes, rows=[0])
-        note = "neighbours were not compared with a codebook: there is no tokenizer"
-    model.notes += [note] if note and note not in model.notes else []
-    model.files["neighbours"] = table_digest(model.neighbour_table)
 
 
 def make_condition(

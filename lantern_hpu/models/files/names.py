@@ -20,7 +20,6 @@ CONFIG = "model.json"
 TARGET, DRAFTER_WEIGHTS, VQ = "target.safetensors", "drafter.safetensors", "vq.safetensors"
 VISION = "vision.safetensors"
 DRAFTER = "drafter.json"  # next to the weights of a drafter in a folder of its own
-NEIGHBOURS = "neighbours.npy"
 TOKENIZER = "tokenizer.json"
 # Containers of weights
 SAFE = ".safetensors"
@@ -64,7 +63,6 @@ class Parts:
     drafter: Path | None = None
     vq: Path | None = None
     text: Path | None = None  # text encoder, or tokenizer
-    neighbours: Path | None = None
     pixels: Path | None = None  # a pipeline of diffusers that makes pictures of tokens
     image_size: int | None = None
     sampling: dict[str, Any] | None = None
@@ -83,9 +81,6 @@ class PartOverrides:
         "path of the T5 encoder, or of the text tokenizer",
         name="text_encoder",
         metavar="PATH",
-    )
-    neighbours: str | None = option(
-        None, "path of a table of the nearest codes of each code", metavar="FILE.npy"
     )
     image_size: int | None = option(
         None, "image size in pixels, for checkpoints that do not state it"

@@ -5,7 +5,6 @@ target.safetensors  target.*, and what turns a prompt into its prefix: words.*, 
 drafter.safetensors if there is one
 vq.safetensors
 vision.safetensors  what makes codes of pictures to draw from, where that is no tokenizer
-neighbours.npy      if a published table was converted with it
 tokenizer.json      if prompts are read as tokens; tokenizer_config.json where the frame depends on it
 """
 
@@ -22,7 +21,6 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -32,14 +30,13 @@ from lantern_hpu.files import lock_file, sha256, some_names
 from lantern_hpu.models.files.names import (
     CONFIG,
     DRAFTER_WEIGHTS,
-    NEIGHBOURS,
     QUANTIZED_AS,
     TARGET,
     TOKENIZER,
     VISION,
     VQ,
 )
-from lantern_hpu.models.model import CACHED_NEIGHBOURS, ImageModel, read_table
+from lantern_hpu.models.model import ImageModel
 from lantern_hpu.models.reading import GlmImageReader
 from lantern_hpu.models.text.tokens import TokenConditioner
 
@@ -112,9 +109,6 @@ def write_model(model: ImageModel, folder: Path, progress: Any) -> None:
             raise WeightsError(f"{model.name} is damaged", why, "another copy of its weights")
         save_file(tensors, folder / name)
         progress.update()
-    if model.neighbour_table is not None:
-        width = min(model.listed_neighbours, CACHED_NEIGHBOURS)
-        np.save(folder / NEIGHBOURS, read_table(model.neighbour_table, width, model.codes).numpy())
     if isinstance(model.condition, TokenConditioner):
         text = model.condition.tokenizer.backend_tokenizer.to_str()
         (folder / TOKENIZER).write_text(text)
