@@ -94,7 +94,7 @@ def hidden_states(
     if not isinstance(condition, TokenConditioner) or condition.word_table is not None:
         why = f"{model.name} does not read prompts as tokens of its own"
         raise OptionError("there are no hidden states to save", why, "the tokens alone")
-    closing, drawn = condition.frame.closes, [int(token) for token in tokens]
+    closing, drawn = condition.frame.entry.closes, [int(token) for token in tokens]
     if len(drawn) > config.tokens or not all(0 <= token < config.vocab_size for token in drawn):
         why = f"at most {config.tokens}, from 0 to {config.vocab_size - 1}"
         raise OptionError("tokens are not those of an image", why, "result.tokens[0]")

@@ -1,7 +1,7 @@
 """Chameleon's family, of which Anole draws: names and sizes of the files.
 
 One table of 65,536 tokens holds words and image codes. Ours begins with the image codes, so that a code is its own
-row (`frames.AnoleFrame`), and the head keeps the rows of the codes alone. The decoder has 1-D rotary positions that
+row (`frames.ANOLE`), and the head keeps the rows of the codes alone. The decoder has 1-D rotary positions that
 count no pads, and norms on each head's queries and keys. transformers stores a row of each norm a head, the authors
 one for all heads.
 """

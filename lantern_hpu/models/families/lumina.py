@@ -26,7 +26,7 @@ from lantern_hpu.models.families.chameleon import (
     norm_shape,
 )
 from lantern_hpu.models.files.names import CODE_PIXELS
-from lantern_hpu.models.text.frames import FRAMES, Lumina2Frame, LuminaFrame
+from lantern_hpu.models.text.frames import FRAMES, SIZE_STEP
 
 SIZES = (512, 768, 1024)  # the published models; one draws its own
 SOURCE_TOKENS = 4  # of a source besides its rows: what begins and ends it, and its size
@@ -62,9 +62,9 @@ def is_omni(files: Files) -> bool:
 
 def lumina2_config(family: Family, files: Files) -> TransformerConfig:
     positions = int(files.hf_config.get("max_position_embeddings", 0)) or None
-    return chameleon_config(
-        family, files, vocab_size=Lumina2Frame.order.drawn, max_positions=positions
-    )
+    assert family.order is not None
+    drawn = family.order.drawn
+    return chameleon_config(family, files, vocab_size=drawn, max_positions=positions)
 
 
 LUMINA = replace(
@@ -72,7 +72,7 @@ LUMINA = replace(
     name="lumina",
     also=is_lumina,
     frame="lumina",
-    sizes={"code_pixels": CODE_PIXELS, "grid_step": LuminaFrame.PATCH // CODE_PIXELS},
+    sizes={"code_pixels": CODE_PIXELS, "grid_step": SIZE_STEP // CODE_PIXELS},
     config=lumina_config,
 )
 LUMINA_OMNI = replace(LUMINA, also=is_omni, frame="lumina-omni")
@@ -85,8 +85,8 @@ LUMINA2 = replace(
     frame="lumina2",
     sizes={
         "grid": (96, 96),  # as it was trained
-        "code_pixels": Lumina2Frame.PIXELS,
-        "grid_step": Lumina2Frame.PATCH // Lumina2Frame.PIXELS,
+        "code_pixels": FRAMES["lumina2"].pixels,
+        "grid_step": SIZE_STEP // FRAMES["lumina2"].pixels,
     },
     config=lumina2_config,
 )

@@ -23,7 +23,6 @@ from lantern_hpu.models.families.base import (
     llama_recipe,
 )
 from lantern_hpu.models.files.checkpoint import Source
-from lantern_hpu.models.text.frames import MammothModa2Frame
 
 KIND = "mammothmoda2_qwen2_5_vl"  # of `llm_config`; the later model on Qwen3-VL has the same names
 WORDS, IMAGE_TOKENS = 152064, 32800
@@ -56,7 +55,8 @@ def mammothmoda2_recipe(
 ) -> dict[str, Source]:
     recipe = llama_recipe(family, files, config)
     recipe["target.embed.weight"] = replace(recipe["target.embed.weight"], names=TABLES)
-    drawn = tuple((start - WORDS, end - WORDS) for start, end in MammothModa2Frame.order.first)
+    assert family.order is not None
+    drawn = tuple((start - WORDS, end - WORDS) for start, end in family.order.first)
     recipe["target.head.weight"] = Source.of("llm_model.gen_head.weight", rows=drawn)
     for i in range(config.layers - config.word_layers, config.layers):
         for part in ("gate_up", "down"):

@@ -51,7 +51,7 @@ from lantern_hpu.models.model import (
     of_size,
 )
 from lantern_hpu.models.reading import GlmImageReader, LuminaReader, Reader
-from lantern_hpu.models.text.frames import FRAMES, reads_pictures
+from lantern_hpu.models.text.frames import FRAMES, Frame, reads_pictures
 from lantern_hpu.models.text.prefix import (
     CaptionConditioner,
     ClassConditioner,
@@ -314,7 +314,7 @@ def make_condition(
     if config.kind == "tokens":
         tokenizer = load_tokenizer(folder, FRAMES[config.frame].tokenizer)
         words, vocabulary = splitter(tokenizer), tokenizer.get_vocab()
-        frame = FRAMES[config.frame](words, vocabulary, target.config, folder)
+        frame = Frame(FRAMES[config.frame], words, vocabulary, target.config, folder)
         return TokenConditioner(tokenizer, frame, target.embed, stored.get("words"), up)
     if config.kind == "classes":
         return ClassConditioner(stored["classes"], up)

@@ -113,8 +113,9 @@ def write_model(model: ImageModel, folder: Path, progress: Any) -> None:
         text = model.condition.tokenizer.backend_tokenizer.to_str()
         (folder / TOKENIZER).write_text(text)
         frame = model.condition.frame
-        if frame.settings and (frame.where / frame.settings).is_file():
-            shutil.copyfile(frame.where / frame.settings, folder / frame.settings)
+        settings = frame.entry.settings
+        if settings and (frame.where / settings).is_file():
+            shutil.copyfile(frame.where / settings, folder / settings)
     files = {file.name: sha256(file) for file in sorted(folder.iterdir())}
     (folder / CONFIG).write_text(json.dumps(model_json(model, files), indent=1))
 

@@ -81,7 +81,7 @@ class TokenConditioner(Conditioner):
         self.tokenizer, self.frame, self.embed = tokenizer, frame, embed
         self.word_table, self.to_device = word_table, to_device
         self.width = frame.config.prefix
-        self.takes_negative = frame.takes_negative
+        self.takes_negative = frame.entry.takes_negative
         added = getattr(tokenizer, "added_tokens_decoder", {})
         special = {id for id, token in added.items() if token.special}
         self.control = special | set(frame.id.values()) | frame.drawn()
@@ -157,7 +157,7 @@ class TokenConditioner(Conditioner):
         device = next(self.embed.parameters()).device
         lengths = self.to_device(torch.tensor([len(row) for row in rows]), device)
         valid = torch.arange(self.width, device=device) >= self.width - lengths[:, None]
-        padded = [[self.frame.pad] * (self.width - len(row)) + row for row in rows]
+        padded = [[self.frame.entry.pad] * (self.width - len(row)) + row for row in rows]
         ids = torch.tensor([[self.place(t) for t in row] for row in padded])
         ids = self.to_device(ids, device)
         table = self.word_table or self.embed
@@ -179,12 +179,12 @@ class TokenConditioner(Conditioner):
 
     def place(self, token: int) -> int:
         """The row of the table that holds a token."""
-        order, rows = self.frame.order, self.frame.config.embed_rows
+        order, rows = self.frame.entry.order, self.frame.config.embed_rows
         return token if order is None or rows is None else order.row(token, rows)
 
     def published(self, prompt: str, drawn: Sequence[int]) -> list[int]:
         """Tokens of a prompt and of drawn rows of our table, as the model's authors number them."""
-        order, rows = self.frame.order, self.frame.config.embed_rows
+        order, rows = self.frame.entry.order, self.frame.config.embed_rows
         if order is not None and rows is not None:
             tokens = order.tokens(rows)
             drawn = [tokens[row] for row in drawn]
