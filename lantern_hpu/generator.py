@@ -33,12 +33,11 @@ from lantern_hpu.methods.setting import (
     resolve,
 )
 from lantern_hpu.models.config import TransformerConfig
-from lantern_hpu.models.diffusion import DiffusionPixels
 from lantern_hpu.models.files.names import PartOverrides
 from lantern_hpu.models.model import ImageModel
+from lantern_hpu.models.pictures import DiffusionPixels
 from lantern_hpu.models.text.frames import no_negative
-from lantern_hpu.models.text.prefix import Conditioner, Prefix
-from lantern_hpu.models.text.tokens import TokenConditioner
+from lantern_hpu.models.text.prefix import Conditioner, Prefix, TokenConditioner
 from lantern_hpu.models.transformer import Drafter
 from lantern_hpu.results.images import Drawn, GenerationResult
 from lantern_hpu.tree import Tree

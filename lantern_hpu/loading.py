@@ -12,11 +12,10 @@ from lantern_hpu.backends import BACKENDS, DeviceOptions, get_backend
 from lantern_hpu.backends.base import DevicePlan, own_defaults
 from lantern_hpu.decode.memory import check_room
 from lantern_hpu.errors import Arg, OptionError, OutputError, words
-from lantern_hpu.models.diffusion import check_diffusers, check_diffusion_folder
-from lantern_hpu.models.files.load import OpenedModel, open_model
+from lantern_hpu.models.files.load import OpenedModel, open_model, staged, write_model
 from lantern_hpu.models.files.names import PartOverrides
-from lantern_hpu.models.files.write import staged, write_model
 from lantern_hpu.models.model import ImageModel, Placement, of_size
+from lantern_hpu.models.pictures import check_diffusers, check_diffusion_folder
 from lantern_hpu.results.progress import ProgressBar
 from lantern_hpu.zoo.cards import Subject, folder_card, write_card
 from lantern_hpu.zoo.find import find_parts

@@ -42,8 +42,8 @@ from lantern_hpu.methods.setting import (
     AUTO,
     setting_of,
 )
-from lantern_hpu.models.diffusion import DiffusionPixels
 from lantern_hpu.models.files.names import PartOverrides
+from lantern_hpu.models.pictures import DiffusionPixels
 from lantern_hpu.models.text.frames import check_sources
 from lantern_hpu.results.images import GenerationResult, OutputType
 from lantern_hpu.results.progress import Bar

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lantern_hpu.core import Request, Sampling
 from lantern_hpu.decode.common import sampling_params
-from lantern_hpu.models.families.emu3 import EMU35
+from lantern_hpu.models.families.llama import EMU35
 from lantern_hpu.models.files.checkpoint import open_checkpoint
 from lantern_hpu.models.files.load import open_model
 from lantern_hpu.models.model import ImageModel, Placement

@@ -38,8 +38,7 @@ from lantern_hpu.models.files.names import PartOverrides, settings_beside
 from lantern_hpu.models.files.tokenizers import open_vq
 from lantern_hpu.models.model import ImageModel, Placement
 from lantern_hpu.models.text.frames import FIRST_IMAGE_TOKEN, code_name
-from lantern_hpu.models.text.prefix import CaptionConditioner, Prefix
-from lantern_hpu.models.text.tokens import TokenConditioner
+from lantern_hpu.models.text.prefix import CaptionConditioner, Prefix, TokenConditioner
 from lantern_hpu.models.transformer import rope_table
 from lantern_hpu.models.vq import VQModel
 from lantern_hpu.ops.buffers import additive_mask, prefix_mask
@@ -312,7 +311,7 @@ def test_a_full_disk_leaves_nothing(
         Path(file).write_bytes(b"half")
         raise SafetensorError("No space left on device (os error 28)")
 
-    monkeypatch.setattr("lantern_hpu.models.files.write.save_file", full)
+    monkeypatch.setattr("lantern_hpu.models.files.load.save_file", full)
     (tmp_path / "ours.part").mkdir()  # the user's own
     model, _ = FORMATS["pt, key model"]
     assert convert.main([str(public / model), str(tmp_path / "ours")]) == 2

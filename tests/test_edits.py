@@ -34,8 +34,8 @@ from lantern_hpu.core import Request, SourcePicture
 from lantern_hpu.decode import batch, engine
 from lantern_hpu.decode.pixels import UNKNOWN
 from lantern_hpu.errors import OptionError
-from lantern_hpu.models.diffusion import DiffusionPixels
 from lantern_hpu.models.files.load import OpenedModel
+from lantern_hpu.models.pictures import DiffusionPixels
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import read_png
 from lantern_hpu.results.sources import MOST_PIXELS, OpenPicture, open_picture, read_picture

@@ -18,7 +18,7 @@ from lantern_hpu import cli
 from lantern_hpu.commands import convert, generate, pixels, serve
 from lantern_hpu.core import Request
 from lantern_hpu.models.families.glm_image import GLM_IMAGE
-from lantern_hpu.models.families.mammothmoda2 import MAMMOTHMODA2
+from lantern_hpu.models.families.llama import MAMMOTHMODA2
 from lantern_hpu.models.files.checkpoint import Stored
 from lantern_hpu.models.files.load import open_model
 from lantern_hpu.models.files.names import PartOverrides

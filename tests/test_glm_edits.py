@@ -23,7 +23,7 @@ from lantern_hpu.errors import OptionError
 from lantern_hpu.models.config import DrafterConfig
 from lantern_hpu.models.files.load import open_model
 from lantern_hpu.models.model import ImageModel, Placement
-from lantern_hpu.models.reading import GlmImageReader, bilinear_rows
+from lantern_hpu.models.pictures import GlmImageReader, bilinear_rows
 from lantern_hpu.models.text.frames import check_sources, reads_pictures
 from lantern_hpu.models.transformer import Drafter, Rotary
 from lantern_hpu.ops.buffers import additive_mask, prefix_mask

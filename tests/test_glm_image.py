@@ -24,9 +24,9 @@ from lantern_hpu.commands import generate, pixels
 from lantern_hpu.core import Request, Sampling
 from lantern_hpu.errors import InvalidImageError, OptionError, WeightsError
 from lantern_hpu.models.config import TransformerConfig
-from lantern_hpu.models.diffusion import DiffusionPixels, check_diffusers, prior_token_ids
 from lantern_hpu.models.files.load import OpenedModel, open_model
 from lantern_hpu.models.model import ImageModel, Placement
+from lantern_hpu.models.pictures import DiffusionPixels, check_diffusers, prior_token_ids
 from lantern_hpu.models.transformer import Rotary
 from lantern_hpu.ops.buffers import additive_mask, prefix_mask
 from lantern_hpu.pipeline import LanternPipeline

@@ -36,7 +36,7 @@ from lantern_hpu.models.files.checkpoint import shapes_only
 from lantern_hpu.models.files.load import make_condition, open_model
 from lantern_hpu.models.files.names import PartOverrides
 from lantern_hpu.models.model import Placement, of_size
-from lantern_hpu.models.text.tokens import TokenConditioner
+from lantern_hpu.models.text.prefix import TokenConditioner
 from lantern_hpu.models.transformer import Target, rope_table
 from lantern_hpu.ops.buffers import additive_mask, prefix_mask
 from lantern_hpu.pipeline import LanternPipeline

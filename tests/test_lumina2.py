@@ -15,9 +15,9 @@ from torch import Tensor
 from lantern_hpu import cli
 from lantern_hpu.commands import convert
 from lantern_hpu.core import Request, Sampling
-from lantern_hpu.models.emu3_vq import count_decoder
 from lantern_hpu.models.files.checkpoint import open_checkpoint
 from lantern_hpu.models.files.names import PartOverrides
+from lantern_hpu.models.vq import count_decoder
 from lantern_hpu.pipeline import LanternPipeline
 from tests.marks import mostly_slow
 from tests.published import (

@@ -13,7 +13,7 @@ from PIL import Image
 
 from lantern_hpu.core import Request, Sampling, SourcePicture
 from lantern_hpu.errors import OptionError
-from lantern_hpu.models.reading import LuminaReader
+from lantern_hpu.models.pictures import LuminaReader
 from lantern_hpu.models.text.frames import reads_pictures
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.sources import read_picture

@@ -15,7 +15,7 @@ from torch import Tensor
 from lantern_hpu.commands import generate
 from lantern_hpu.core import Request, Sampling
 from lantern_hpu.errors import OptionError
-from lantern_hpu.models.text.tokens import TokenConditioner
+from lantern_hpu.models.text.prefix import TokenConditioner
 from lantern_hpu.pipeline import LanternPipeline
 from tests.marks import mostly_slow
 from tests.published import (

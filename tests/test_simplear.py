@@ -17,9 +17,9 @@ from lantern_hpu.commands import generate
 from lantern_hpu.core import Request, Sampling
 from lantern_hpu.errors import WeightsError
 from lantern_hpu.methods.setting import Setting
-from lantern_hpu.models.cosmos_vq import fsq_table
 from lantern_hpu.models.files.checkpoint import open_checkpoint
 from lantern_hpu.models.model import nearest_codes
+from lantern_hpu.models.vq import fsq_table
 from tests.marks import mostly_slow
 from tests.published import (
     PROMPTS,

@@ -25,9 +25,8 @@ from lantern_hpu.decode.spec import Spec
 from lantern_hpu.errors import DeviceError, OptionError
 from lantern_hpu.methods.relaxation import Clustered
 from lantern_hpu.models.config import DrafterConfig, TransformerConfig
-from lantern_hpu.models.files.load import open_model
+from lantern_hpu.models.files.load import open_model, write_model
 from lantern_hpu.models.files.names import PartOverrides
-from lantern_hpu.models.files.write import write_model
 from lantern_hpu.models.model import ImageModel, Placement, parameters_of
 from lantern_hpu.ops.sampling import SamplingParams, to_probs
 from lantern_hpu.pipeline import LanternPipeline

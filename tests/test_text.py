@@ -30,9 +30,14 @@ from lantern_hpu.backends import host
 from lantern_hpu.core import Request
 from lantern_hpu.errors import OptionError, WeightsError, needing, torchvision_misfit
 from lantern_hpu.models.text import t5
-from lantern_hpu.models.text.prefix import TextConditioner, TextFeatures, class_index, class_name
+from lantern_hpu.models.text.prefix import (
+    TextConditioner,
+    TextFeatures,
+    class_index,
+    class_name,
+    splitter,
+)
 from lantern_hpu.models.text.t5 import T5Conditioner, clean, clean_caption
-from lantern_hpu.models.text.tokens import splitter
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.serve.decoder import keep_encoder
 from lantern_hpu.tree import DraftTree

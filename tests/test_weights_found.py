@@ -24,7 +24,7 @@ from lantern_hpu.models.files.checkpoint import open_checkpoint
 from lantern_hpu.models.files.load import open_model
 from lantern_hpu.models.files.names import PartOverrides, read_config
 from lantern_hpu.models.model import ImageModel, Placement
-from lantern_hpu.models.text.tokens import load_tokenizer
+from lantern_hpu.models.text.prefix import load_tokenizer
 from lantern_hpu.results.outputs import read_saved_tokens
 from lantern_hpu.zoo.find import find_parts
 from lantern_lab.train.unroll import read_encoded, read_samples

@@ -14,9 +14,9 @@ import pytest
 from lantern_hpu.commands import generate, models
 from lantern_hpu.core import Sampling
 from lantern_hpu.errors import OptionError, WeightsError
-from lantern_hpu.models.diffusion import PARTS
 from lantern_hpu.models.families import FAMILIES
 from lantern_hpu.models.model import EmptyModel, count_numbers, parameters_of
+from lantern_hpu.models.pictures import PARTS
 from lantern_hpu.models.text.prefix import class_index
 from lantern_hpu.zoo import fetch, find, registry
 from lantern_hpu.zoo.find import Located, find_parts

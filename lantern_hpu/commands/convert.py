@@ -5,7 +5,7 @@
     lantern-hpu generate --model models/t2i --prompt "a red apple" --output apple.png
 
 The folder holds safetensors files with our names, sizes, default sampling, checksums, the target's fingerprint
-(`lantern_hpu/models/files/write.py`) and a model card. It is memory-mapped, and every file is checked each time it is
+(`lantern_hpu/models/files/load.py`) and a model card. It is memory-mapped, and every file is checked each time it is
 loaded. A text encoder is not copied: the folder notes its path.
 """
 

@@ -189,7 +189,7 @@ def diffused(
     saved: SavedTokens, opened: OpenedModel, file: Path, device: DeviceOptions
 ) -> Iterator[Image.Image]:
     """Pictures of codes that a diffusion model reads, one at a time."""
-    from lantern_hpu.models.diffusion import DiffusionPixels
+    from lantern_hpu.models.pictures import DiffusionPixels
 
     assert opened.pixels is not None
     config, grid = opened.config.target, saved.grid

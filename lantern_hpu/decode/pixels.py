@@ -16,7 +16,7 @@ from lantern_hpu.core import Request
 from lantern_hpu.errors import InvalidImageError, OptionError
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.model import ImageModel
-from lantern_hpu.models.text.tokens import TokenConditioner
+from lantern_hpu.models.text.prefix import TokenConditioner
 from lantern_hpu.models.transformer import Rotary
 from lantern_hpu.models.vq import Tokenizer
 from lantern_hpu.ops.buffers import additive_mask, arange32, causal_mask, prefix_mask

@@ -22,14 +22,12 @@ from lantern_hpu.core import Request, Sampling, SourcePicture
 from lantern_hpu.errors import Arg, OptionError, OutputError, WeightsError, words
 from lantern_hpu.files import check_regular, own_cache, write_file
 from lantern_hpu.models.config import ModelConfig, TransformerConfig, VisionConfig, VQConfig
-from lantern_hpu.models.cosmos_vq import CosmosVQ
-from lantern_hpu.models.emu3_vq import Emu3VQ, MoVQ, count_decoder
 from lantern_hpu.models.files.checkpoint import shapes_only
-from lantern_hpu.models.reading import VisionTower
+from lantern_hpu.models.pictures import VisionTower
 from lantern_hpu.models.text.frames import check_sources
 from lantern_hpu.models.text.prefix import Conditioner, condition_modules
 from lantern_hpu.models.transformer import Drafter, Target
-from lantern_hpu.models.vq import Tokenizer, VQModel
+from lantern_hpu.models.vq import CosmosVQ, Emu3VQ, MoVQ, Tokenizer, VQModel, count_decoder
 from lantern_hpu.ops.buffers import ToDevice, to_device
 from lantern_hpu.ops.kernels import PLAIN, Kernels
 from lantern_hpu.ops.quantized import matrix_layers

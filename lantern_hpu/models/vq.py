@@ -1,17 +1,19 @@
-"""The LlamaGen VQ tokenizer: images to a grid of codes and back.
+"""The tokenizers of pictures: images to a grid of codes and back.
 
-Parameter names are those of the published checkpoints (vq_ds16, vq_ds8). The default configuration is VQ-16;
-`multipliers=(1, 2, 2, 4)` is VQ-8.
+LlamaGen's (vq_ds16, vq_ds8) and Chameleon's are `VQModel`; of Emu3's, MoVQGAN and NVIDIA's Cosmos only the decoders are
+here. Parameter names are those of the published files, or of transformers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lantern_hpu.errors import needing
 from lantern_hpu.models.config import VQConfig
 
 # Vectors compared with the codebook at a time: the table of scores stays in a processor's cache.
@@ -252,3 +254,185 @@ class VQModel(Tokenizer):
             codes = self.quantize.nearest(z)  # [B, h, w]
         chosen = self.quantize.look_up(codes)  # [B, h, w, code_dim]
         return self.decode_latents(z + (chosen - z).detach()), z, codes
+
+
+# -------------------------------------------------------------------------------- Emu3 and MoVQGAN
+
+
+class Emu3VQ(Tokenizer):
+    """The parts of a tokenizer that turn codes into pictures."""
+
+    def __init__(self, config: VQConfig) -> None:
+        super().__init__()
+        with needing("transformers", "it makes pictures of Emu3's codes"):
+            from transformers.models.emu3 import configuration_emu3, modeling_emu3
+        theirs: Any = modeling_emu3
+        coarsest = len(config.multipliers) - 1
+        sizes: Any = configuration_emu3.Emu3VQVAEConfig(
+            embed_dim=config.code_dim,
+            latent_channels=config.z_channels,
+            base_channels=config.channels,
+            channel_multiplier=list(config.multipliers),
+            num_res_blocks=config.res_blocks,
+            attn_resolutions=[coarsest] if config.attention else [],
+            hidden_size=config.channels * config.multipliers[-1],
+        )
+        sizes._attn_implementation = "sdpa"
+        self.config, self.quantize = config, Codebook(config)
+        self.post_quant_conv = theirs.Emu3VQVAEConv3d(
+            config.code_dim, config.z_channels, kernel_size=(3, 1, 1), stride=(1, 1, 1)
+        )
+        self.decoder = theirs.Emu3VQVAEDecoder(sizes)
+        for module in self.modules():
+            if isinstance(module, nn.BatchNorm3d):  # a counter of its training
+                module.num_batches_tracked = None
+
+    def frames(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
+        """What the decoder reads, and what scales its norms, of the codes' vectors [B, code_dim, h, w]."""
+        z = vectors[:, :, None]  # [B, code_dim, 1, h, w]
+        return self.first_frame(self.post_quant_conv(z)), self.first_frame(z)
+
+    def first_frame(self, x: Tensor) -> Tensor:
+        """[B, z, 1, h, w] through time: [B, z, h, w]."""
+        for block in self.decoder.time_res_stack:
+            x = block(x)
+        for double in self.decoder.time_conv:
+            x = F.silu(double(x))
+        return x[:, :, 0]
+
+    def decode_latents(self, z: Tensor) -> Tensor:
+        x, scales = self.frames(z.permute(0, 3, 1, 2))  # [B, z, h, w], [B, code_dim, h, w]
+        decoder = self.decoder
+        x = decoder.middle_block(decoder.conv_in(x), scales)
+        x = F.silu(decoder.norm_out(decoder.up_block(x, scales), scales))
+        return decoder.conv_out(x)
+
+
+class MoVQ(Emu3VQ):
+    """Of MoVQGAN's parts those that turn codes into pictures."""
+
+    def __init__(self, config: VQConfig) -> None:
+        super().__init__(config)
+        self.post_quant_conv = nn.Conv2d(config.code_dim, config.z_channels, 1)
+        del self.decoder.time_res_stack, self.decoder.time_conv
+
+    def frames(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
+        return self.post_quant_conv(vectors), vectors
+
+
+def count_decoder(config: VQConfig) -> int:
+    """Numbers of an `Emu3VQ` or `MoVQ`, counted without transformers, which takes seconds to load.
+
+    They are those of our own decoder, of norms that the codes scale, and of Emu3's convolutions over time.
+    """
+    decoder, z, code = Decoder(config), config.z_channels, config.code_dim
+    norms = [module for module in decoder.modules() if isinstance(module, nn.GroupNorm)]
+    scales = 2 * (code + 1) * sum(norm.num_channels for norm in norms)
+    total = sum(p.numel() for p in decoder.parameters())
+    total += scales + config.codebook_size * code + (code + 1) * z
+    if config.kind == "movq":
+        return total
+    over_time = (27 * z + 1) * z  # over three frames
+    return total + 2 * code * z + config.res_blocks * 2 * (4 * z + over_time) + 2 * over_time
+
+
+# ------------------------------------------------------------------------------------------ Cosmos
+
+
+PATCH = 64  # channels a colour: the Haar transform twice over time, rows and columns
+
+
+def fsq_table(levels: Sequence[int]) -> Tensor:
+    """The codes' vectors [V, len(levels)] of a finite scalar quantiser: digits of the code, the first the lowest."""
+    code, columns = torch.arange(int(torch.tensor(levels).prod())), []
+    for count in levels:
+        columns.append((code % count - count // 2) / (count // 2))
+        code = code // count
+    return torch.stack(columns, 1)
+
+
+def pair(inputs: int, outputs: int) -> nn.Sequential:
+    """A convolution over space, then one over time."""
+    space = nn.Conv2d(inputs, outputs, 3, padding=1)
+    return nn.Sequential(space, nn.Conv2d(outputs, outputs, 1))
+
+
+def inverse_haar(x: Tensor) -> Tensor:
+    """The last frame of the inverse transform: [B, 8 C, H, W], bands by time, row, column, to [B, C, 2 H, 2 W]."""
+    early, late = x.chunk(2, 1)
+    ll, lh, hl, hh = (early - late).chunk(4, 1)  # [B, C, H, W]
+    top = torch.stack([ll + lh + hl + hh, ll - lh + hl - hh], -1)  # [B, C, H, W, 2]
+    bottom = torch.stack([ll + lh - hl - hh, ll - lh - hl + hh], -1)
+    return torch.stack([top, bottom], 3).flatten(4).flatten(2, 3)
+
+
+class PairBlock(ResBlock):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, 1)
+        self.conv1 = pair(inputs, outputs)
+        self.conv2 = pair(outputs, outputs)
+
+
+class FrameAttention(nn.Module):
+    """Attention over time of one frame."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(1, channels, eps=1e-6)
+        self.v, self.proj_out = nn.Conv2d(channels, channels, 1), nn.Conv2d(channels, channels, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.proj_out(self.v(self.norm(x)))
+
+
+class Doubling(nn.Module):
+    """Twice the rows and columns; of the levels that double time too, `conv1` is over time."""
+
+    def __init__(self, channels: int, time: bool) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, channels, 1) if time else None
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1)
+        self.conv3 = nn.Conv2d(channels, channels, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.conv1 is None else x + self.conv1(x)
+        x = F.interpolate(x, scale_factor=2.0, mode="nearest")
+        return self.conv3(x + self.conv2(x))
+
+
+class CosmosDecoder(nn.Module):
+    def __init__(self, config: VQConfig) -> None:
+        super().__init__()
+        widths = [config.channels * m for m in config.multipliers]
+        width, last = widths[-1], len(widths) - 1
+        self.conv_in = pair(config.z_channels, width)
+        attention = nn.Sequential(AttnBlock(width, 1), FrameAttention(width))
+        parts = {"block_1": PairBlock(width, width), "attn_1": attention}
+        self.mid = nn.ModuleDict({**parts, "block_2": PairBlock(width, width)})
+        self.up = nn.ModuleList()
+        for level in range(last, -1, -1):
+            inputs = [width] + [widths[level]] * config.res_blocks
+            width = widths[level]
+            block = nn.Sequential(*(PairBlock(before, width) for before in inputs))
+            after = Doubling(width, time=level == last - 1) if level else nn.Identity()
+            self.up.insert(0, nn.ModuleDict({"block": block, "upsample": after}))
+        self.norm_out = nn.GroupNorm(1, width, eps=1e-6)
+        self.conv_out = pair(width, 3 * PATCH)
+
+    def forward(self, z: Tensor) -> Tensor:
+        x = self.conv_in(z)  # [B, deepest width, h, w]
+        for part in (self.mid, *reversed(self.up)):  # in the order of their names
+            for module in part.children():
+                x = module(x)
+        x = self.conv_out(F.silu(self.norm_out(x)))  # [B, 192, 4 h, 4 w]
+        return inverse_haar(inverse_haar(x))  # [B, 3, 16 h, 16 w]
+
+
+class CosmosVQ(Tokenizer):
+    """The parts of the tokenizer that turn codes into pictures."""
+
+    def __init__(self, config: VQConfig) -> None:
+        super().__init__()
+        self.config, self.quantize = config, Codebook(config)
+        self.post_quant_conv = nn.Conv2d(config.code_dim, config.z_channels, 1)
+        self.decoder = CosmosDecoder(config)

@@ -15,7 +15,7 @@ from lantern_hpu.core import Request, Sampling
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.errors import Arg, LanternError, as_option, needing
 from lantern_hpu.fields import MAX_SEED
-from lantern_hpu.models.text.tokens import FramedPrompt
+from lantern_hpu.models.text.prefix import FramedPrompt
 from lantern_hpu.serve.decoder import DecodeThread
 from lantern_hpu.serve.protocol import (
     ApiError,

@@ -59,7 +59,7 @@ def run_race(
         why = "existing files are not overwritten"
         raise OutputError(f"{asked.output} exists", why, "another --output, or remove it")
     prepare(device.device, device.graphs)  # before torch is imported
-    from lantern_hpu.models.files.write import staged
+    from lantern_hpu.models.files.load import staged
     from lantern_hpu.pipeline import LanternPipeline
     from lantern_lab.measure import race
 

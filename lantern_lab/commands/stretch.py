@@ -88,8 +88,7 @@ def stretch(asked: StretchRequest) -> str:
     import torch
     from tqdm import tqdm
 
-    from lantern_hpu.models.files.load import open_model
-    from lantern_hpu.models.files.write import staged, write_model
+    from lantern_hpu.models.files.load import open_model, staged, write_model
     from lantern_hpu.models.model import parameters_of
     from lantern_hpu.zoo.find import find_parts
     from lantern_lab.stretch import stretch_model, stretched_config

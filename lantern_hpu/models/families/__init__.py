@@ -6,13 +6,9 @@ from lantern_hpu.errors import WeightsError, shell
 from lantern_hpu.files import some_names
 from lantern_hpu.models.families import llamagen
 from lantern_hpu.models.families.base import Family, Files
-from lantern_hpu.models.families.chameleon import CHAMELEON
-from lantern_hpu.models.families.emu3 import EMU3, EMU35, U0
+from lantern_hpu.models.families.chameleon import CHAMELEON, LUMINA, LUMINA2, LUMINA_OMNI
 from lantern_hpu.models.families.glm_image import GLM_IMAGE
-from lantern_hpu.models.families.janus import JANUS
-from lantern_hpu.models.families.lumina import LUMINA, LUMINA2, LUMINA_OMNI
-from lantern_hpu.models.families.mammothmoda2 import MAMMOTHMODA2
-from lantern_hpu.models.families.simplear import SIMPLEAR
+from lantern_hpu.models.families.llama import EMU3, EMU35, JANUS, MAMMOTHMODA2, SIMPLEAR, U0
 
 # In this order: Lumina-mGPT has Chameleon's tensors, and one of its models is known by name alone
 FAMILIES: tuple[Family, ...] = (

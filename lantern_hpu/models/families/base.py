@@ -28,7 +28,7 @@ from lantern_hpu.models.files.checkpoint import (
 )
 from lantern_hpu.models.files.names import CODE_PIXELS, Parts, folder_of
 from lantern_hpu.models.text.frames import FRAMES, TokenOrder
-from lantern_hpu.models.text.tokens import PROMPT_POSITIONS
+from lantern_hpu.models.text.prefix import PROMPT_POSITIONS
 
 Keys = Mapping[str, Any]  # of config.json, those of a section as "section.key"
 # What a Llama's keys are where config.json has them, of those that change what is computed and are not read

@@ -11,8 +11,8 @@ from torch import Tensor
 from lantern_hpu.errors import Arg, WeightsError, words
 from lantern_hpu.files import reported_as
 from lantern_hpu.models.config import TransformerConfig, VQConfig
-from lantern_hpu.models.cosmos_vq import fsq_table
 from lantern_hpu.models.files.checkpoint import Checkpoint, Stored
+from lantern_hpu.models.vq import fsq_table
 
 # Of Emu3's: what reads pictures, and counters of its norms
 ENCODING_ONLY = ("encoder.", "quant_conv.", "num_batches_tracked")
