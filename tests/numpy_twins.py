@@ -136,26 +136,16 @@ def rotate(x: Array, table: Array, pairs: Pairs) -> Array:
     return out
 
 
-def padded_mask(
-    valid: Sequence[bool], length: int, pads: Literal["self", "earlier"] = "self"
-) -> Bools:
-    """[length, length]: causal, keys at pads hidden, and what the pads' own queries see.
+def padded_mask(valid: Sequence[bool], length: int, earlier: bool = False) -> Bools:
+    """[length, length]: causal, keys at pads hidden; a pad sees itself alone, as in LlamaGen.
 
     Args:
         valid: of the first slots, False at pads; slots after them are no pads.
-        pads: "self" as in LlamaGen: a pad sees itself alone; "earlier" (D-20): the pads up to itself.
+        earlier: a pad sees those before it too.
     """
-    real = [*valid, *[True] * (length - len(valid))][:length]
-    mask = np.zeros((length, length), dtype=bool)
-    for i in range(length):
-        for j in range(i + 1):
-            if real[i]:
-                mask[i, j] = real[j]
-            elif pads == "self":
-                mask[i, j] = i == j or real[j]  # the diagonal is forced on, whatever comes before
-            else:
-                mask[i, j] = not real[j]
-    return mask
+    real = np.array([*valid, *[True] * (length - len(valid))][:length])
+    unseen = causal_mask(length) & ~real[:, None] & ~real
+    return (causal_mask(length) & real) | (unseen if earlier else np.eye(length, dtype=bool))
 
 
 def causal_mask(length: int) -> Bools:
@@ -237,26 +227,13 @@ def from_gpt(weights: Weights) -> dict[str, Array]:
     return found
 
 
-def flip(features: Array, attended: Sequence[bool]) -> tuple[Array, list[bool]]:
-    """T5's features [P, C], padded on the right, to LlamaGen's: padded on the left with zeros."""
-    count = sum(attended)
-    moved = np.concatenate([features[count:], features[:count]])
-    valid = list(attended)[::-1]
-    return moved * np.array(valid, dtype=np.float64)[:, None], valid
-
-
-def caption_mlp(weights: Weights, features: Array) -> Array:
-    """Caption features [P, C] to the prefix [P, d]; under the hub's names."""
-    name = "model.cls_embedding.cap_proj."
-    h = gelu_tanh(linear(features, weights[name + "fc1.weight"]))
-    return linear(h, weights[name + "fc2.weight"])
-
-
 def text_prefix(weights: Weights, features: Array | None) -> Array:
     """The prefix [P, d] of a caption's features [P, C], or of no caption (None)."""
     if features is None:
         features = weights["model.cls_embedding.uncond_embedding"]
-    return caption_mlp(weights, features)
+    name = "model.cls_embedding.cap_proj."
+    h = gelu_tanh(linear(features, weights[name + "fc1.weight"]))
+    return linear(h, weights[name + "fc2.weight"])
 
 
 def class_prefix(weights: Weights, label: int | None) -> Array:
@@ -273,7 +250,7 @@ def llamagen_target(
     valid: Sequence[bool],
     tokens: Sequence[int],
     eps: float = 1e-5,
-    pads: Literal["self", "earlier"] = "self",
+    earlier: bool = False,
     base: float = 10000.0,
 ) -> tuple[Array, Array]:
     """The target over a condition and image tokens in one pass.
@@ -289,7 +266,7 @@ def llamagen_target(
     x = np.concatenate([prefix, weights["model.embed_tokens.weight"][list(tokens)]])
     head_dim = x.shape[1] // heads
     table = rope_2d(head_dim, len(prefix), grid, len(x), base)
-    mask = padded_mask(valid, len(x), pads)
+    mask = padded_mask(valid, len(x), earlier)
     for layer in range(count_layers(weights, "model.layers.")):
         x = block(x, weights, f"model.layers.{layer}.", heads, table, mask, "interleaved", eps)
     hidden = rms_norm(x, weights["model.norm.weight"], eps)
@@ -470,47 +447,39 @@ def members(weights: Weights, name: str) -> list[str]:
     return found
 
 
-def finish(weights: Weights, x: Tensor) -> Array:
+def decoded(
+    weights: Weights, names: tuple[str, str, str, str], levels: list[str], z: Array
+) -> Array:
+    """Vectors of codes [N, c] to an image [3, H, W], not clamped.
+
+    Args:
+        names: of the middle's three parts, and of a level's blocks. levels: names, from the deepest.
+    """
+    first, between, last, blocks = names
+    x = convolve(weights, "decoder.conv_in", convolve(weights, "post_quant_conv", grid_of(z)))
+    x = res_block(weights, f"decoder.mid.{first}", x)
+    x = pixel_attention(weights, f"decoder.mid.{between}", x)
+    x = res_block(weights, f"decoder.mid.{last}", x)
+    for level in levels:
+        for j, name in enumerate(members(weights, f"{level}.{blocks}")):
+            x = res_block(weights, name, x)
+            if f"{level}.attn.{j}.q.weight" in weights:
+                x = pixel_attention(weights, f"{level}.attn.{j}", x)
+        x = upsample(weights, f"{level}.upsample", x)
     x = convolve(weights, "decoder.conv_out", swish(group_norm(weights, "decoder.norm_out", x)))
     return x[0].numpy()
 
 
 def llamagen_image(weights: Weights, codes: Sequence[int]) -> Array:
-    """Codes to an image [3, H, W], not clamped; codebook rows are normalised, attention on the deepest level."""
+    """Codes to an image; codebook rows are normalised."""
     rows = weights["quantize.embedding.weight"][list(codes)]
     rows = rows / np.sqrt((rows * rows).sum(1, keepdims=True))
-    x = convolve(weights, "decoder.conv_in", convolve(weights, "post_quant_conv", grid_of(rows)))
-    x = res_block(weights, "decoder.mid.0", x)
-    x = pixel_attention(weights, "decoder.mid.1", x)
-    x = res_block(weights, "decoder.mid.2", x)
-    for level in members(weights, "decoder.conv_blocks"):
-        for j, name in enumerate(members(weights, f"{level}.res")):
-            x = res_block(weights, name, x)
-            if f"{level}.attn.{j}.q.weight" in weights:
-                x = pixel_attention(weights, f"{level}.attn.{j}", x)
-        x = upsample(weights, f"{level}.upsample", x)
-    return finish(weights, x)
+    levels = members(weights, "decoder.conv_blocks")
+    return decoded(weights, ("0", "1", "2", "res"), levels, rows)
 
 
 def anole_image(weights: Weights, codes: Sequence[int]) -> Array:
-    """Codes (ids - 4) to an image [3, H, W], not clamped; rows as they are, levels counted from the image.
-
-    Emu3.5's has attention on the deepest level too.
-    """
+    """Codes (ids - 4) to an image; rows as they are, levels counted from the image."""
     rows = weights["quantize.embedding.weight"][list(codes)]
-    x = convolve(weights, "decoder.conv_in", convolve(weights, "post_quant_conv", grid_of(rows)))
-    x = res_block(weights, "decoder.mid.block_1", x)
-    x = pixel_attention(weights, "decoder.mid.attn_1", x)
-    x = res_block(weights, "decoder.mid.block_2", x)
-    for level in reversed(members(weights, "decoder.up")):
-        for j, name in enumerate(members(weights, f"{level}.block")):
-            x = res_block(weights, name, x)
-            if f"{level}.attn.{j}.q.weight" in weights:
-                x = pixel_attention(weights, f"{level}.attn.{j}", x)
-        x = upsample(weights, f"{level}.upsample", x)
-    return finish(weights, x)
-
-
-def anole_pixels(image: Array) -> npt.NDArray[np.uint8]:
-    """[3, H, W] to [H, W, 3]: clamped, and cut off, not rounded."""
-    return ((np.clip(image, -1, 1) + 1) / 2 * 255).astype(np.uint8).transpose(1, 2, 0)
+    levels = members(weights, "decoder.up")[::-1]
+    return decoded(weights, ("block_1", "attn_1", "block_2", "block"), levels, rows)

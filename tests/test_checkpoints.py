@@ -181,7 +181,7 @@ def test_caption_target_and_drafter_equal_their_twins(public: Path, name: str) -
             valid,
             CODES,
             config.norm_eps,
-            pads="earlier",
+            earlier=True,
         )
         near(hidden[row], want[1])
         drafted = twins.llamagen_drafter(
