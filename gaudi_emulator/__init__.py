@@ -47,9 +47,16 @@ def install(
 def emulate(
     release: str | None = None, lazy: bool | None = None, flags: Mapping[str, str] | None = None
 ) -> AbstractContextManager[Device]:
-    """The same for a while, for tests: the environment, `sys.modules` and torch are as before when it ends."""
-    from gaudi_emulator.life import emulated
+    """The same for a while, for tests: the environment, `sys.modules` and torch are as before when it ends.
 
+    Raises:
+        EmulatorError: there is no such release.
+    """
+    from gaudi_emulator.life import emulated
+    from gaudi_emulator.releases import release_named
+
+    if release is not None:
+        release_named(release)
     return emulated(release, lazy, flags)
 
 

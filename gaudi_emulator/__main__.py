@@ -8,7 +8,7 @@ import runpy
 import sys
 
 import gaudi_emulator
-from lantern_hpu.errors import exit_code
+from gaudi_emulator.releases import EmulatorError
 
 
 def main() -> int:
@@ -24,11 +24,11 @@ def main() -> int:
     if not program:
         parser.error("name a program")
 
-    def install() -> None:
+    try:
         gaudi_emulator.install(args.bridge)
-
-    if code := exit_code(install):
-        return code
+    except EmulatorError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     sys.argv = program
     if args.module:
         runpy.run_module(program[0], run_name="__main__", alter_sys=True)

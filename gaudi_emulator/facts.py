@@ -22,8 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gaudi_emulator.releases import RELEASES
-from lantern_hpu.backends.hpu.env import LAZY, PLUGIN, ROOT, version_of
+from gaudi_emulator.releases import RELEASES, ROOT, plugin_version
 
 INT64 = torch.int64
 Answer = Literal["confirmed", "refuted", "unanswered"]
@@ -84,14 +83,14 @@ def release_facts(release: str, lazy: bool) -> list[Fact]:
     return [fact for fact in FACTS if fact.lazy == lazy and fact.only in (None, release)]
 
 
-def facts_for(graphs: str, release: str) -> list[tuple[str, str]]:
-    """(name, source) of the facts of a release that a graph mode can be asked."""
-    return [(fact.name, fact.source) for fact in release_facts(release, LAZY[graphs])]
+def facts_for(lazy: bool, release: str) -> list[tuple[str, str]]:
+    """(name, source) of the facts of a release that a mode can be asked."""
+    return [(fact.name, fact.source) for fact in release_facts(release, lazy)]
 
 
 def stands_in(device: str) -> bool:
     """Whether the Gaudi of this process is emulated; known before its software is loaded."""
-    return device == Card.device.type and "emulated" in (version_of(PLUGIN) or "")
+    return device == Card.device.type and "emulated" in plugin_version()
 
 
 @torch.no_grad()

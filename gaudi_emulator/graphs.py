@@ -8,11 +8,12 @@ are one storage.
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import weakref
 from collections import UserDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import wraps
@@ -21,152 +22,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gaudi_emulator import ops
-from gaudi_emulator.device import Device, current, flag
-from gaudi_emulator.lint import checks
-from gaudi_emulator.nested import mapped, tensors_in
-from gaudi_emulator.rehearsal import Run, module_tensors, plain_attributes, rehearse
-from gaudi_emulator.tensor import DEVICE, Args, HPUTensor, Kwargs, flat
+from gaudi_emulator import checks
+from gaudi_emulator.card import flag
+from gaudi_emulator.device import Device, current
+from gaudi_emulator.recording import Recording, Run, Slot
+from gaudi_emulator.streams import Stream, current_stream
+from gaudi_emulator.streams import stream as on_stream
+from gaudi_emulator.tensor import DEVICE, HPUTensor, mapped, tensors_in
 
-GARBAGE = -(2**31)
 SHAPES = 16  # of the inputs of one wrapped function, beyond which its graphs are reported
-
-
-@dataclass(frozen=True)
-class Slot:
-    """A result of an earlier recorded operator."""
-
-    index: int
-
-
-@dataclass
-class Recorded:
-    """One operator of a recording."""
-
-    op: ops.Op
-    func: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    results: list[int]  # slots of new results; -1 for an argument given back
-
-
-class Recording:
-    """Operators in their order, and which results somebody still holds."""
-
-    def __init__(self, device: Device, dry_run: bool) -> None:
-        self.device, self.dry_run = device, dry_run
-        self.steps: list[Recorded] = []
-        self.first: list[Tensor] = []  # results at capture: they keep their storage
-        self.slots: dict[int, int] = {}
-        self.held: list[tuple[weakref.ref[HPUTensor], int]] = []
-        self.segments = 1
-        self.before: dict[int, tuple[Tensor, Tensor]] = {}  # what a dry run must undo
-        self.rebound: set[int] = set()  # scalars of the host that are read at each replay
-        self.indexed: set[int] = set()  # storages that were written by index
-
-    def add(self, op: ops.Op, func: Any, args: Args, kwargs: Kwargs, result: Any) -> None:
-        """Record an operator that has just run."""
-        results = result if isinstance(result, (list, tuple)) else [result]
-        given = {id(value) for value in (*args, *kwargs.values())}
-        named = {n: self.point(v) for n, v in kwargs.items()}
-        step = Recorded(op, func, tuple(map(self.point, args)), named, [])
-        for made in results:
-            if isinstance(made, Tensor) and id(made) not in given:
-                self.slots[id(made)] = len(self.first)
-                step.results.append(len(self.first))
-                self.first.append(made)
-            else:
-                step.results.append(-1)
-        self.steps.append(step)
-
-    def write_by_index(self, target: Tensor) -> bool:
-        """Note a write by index into a tensor. -> whether it is not the first into its storage"""
-        key = target.untyped_storage().data_ptr()
-        again = key in self.indexed
-        self.indexed.add(key)
-        return again
-
-    def point(self, value: Any) -> Any:
-        """An argument, with earlier results replaced by their slots."""
-        if isinstance(value, Tensor):
-            if id(value) in self.slots:
-                return Slot(self.slots[id(value)])
-            return value
-        if isinstance(value, list):
-            return [self.point(item) for item in value]
-        return value
-
-    def reads(self, raw: Tensor) -> bool:
-        """Whether a recorded operator has a tensor from outside for an argument."""
-        steps = (flat((*step.args, *step.kwargs.values())) for step in self.steps)
-        return any(value is raw for given in steps for value in given)
-
-    def follow(self, tensor: HPUTensor) -> None:
-        """A tensor made in this capture: if it outlives the capture, replays refresh it."""
-        slot = self.slots.get(id(tensor.raw))
-        if slot is not None:
-            self.held.append((weakref.ref(tensor), slot))
-
-    def keep(self, target: Tensor) -> None:
-        """Before a dry run changes a tensor from outside: note what was in it."""
-        key = target.untyped_storage().data_ptr()
-        if self.dry_run and key not in self.before:
-            self.before[key] = (target, target.clone())
-
-    def close(self) -> None:
-        """The capture ends; a dry run leaves no trace but garbage in its results."""
-        self.held = [(ref, slot) for ref, slot in self.held if ref() is not None]
-        for target, values in self.before.values():
-            target.copy_(values)
-        for ref, _ in self.held if self.dry_run else ():
-            tensor = ref()
-            if tensor is not None:
-                spoil(tensor.raw)
-                tensor.stale = "H067"
-
-    def run(self, live: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Run everything again; see `HPUGraph.rerun`."""
-        now: list[Any] = [None] * len(self.first)
-
-        def fill(value: Any) -> Any:
-            if type(value) is Slot:
-                return now[value.index]
-            if live and isinstance(value, Tensor):
-                return live.get(id(value), value)
-            return [fill(item) for item in value] if type(value) is list else value
-
-        no_functions, no_dispatch = torch._C.DisableTorchFunction, torch._C._DisableTorchDispatch
-        with no_functions(), no_dispatch(), torch.no_grad():
-            for step in self.steps:
-                args = tuple(map(fill, step.args))
-                kwargs = {name: fill(value) for name, value in step.kwargs.items()}
-                if step.op.packet in checks.INDEXED:
-                    checks.report_indices(
-                        self.device, step.op, args, when=" in a replay", severity="error"
-                    )
-                seed = self.device.draw_seed() if step.op.random else None
-                result = self.device.compute(step.op, step.func, args, kwargs, seed)
-                made = result if isinstance(result, (list, tuple)) else [result]
-                for slot, value in zip(step.results, made, strict=True):
-                    if slot >= 0:
-                        now[slot] = value
-            if not live:
-                self.refresh(now)
-        return {id(old): new for old, new in zip(self.first, now, strict=True)}
-
-    def refresh(self, now: list[Any]) -> None:
-        """Put the new results where the capture left the old ones."""
-        for ref, slot in self.held:
-            tensor = ref()
-            if tensor is not None and now[slot].data_ptr() != tensor.raw.data_ptr():
-                tensor.raw.copy_(now[slot])
-            if tensor is not None and tensor.stale == "H067":
-                tensor.stale = None
-
-
-def spoil(raw: Tensor) -> None:
-    """Fill with what no honest result has."""
-    raw.fill_(float("nan") if raw.is_floating_point() else GARBAGE if raw.dtype.itemsize > 2 else 1)
 
 
 def fatal_error(device: Device, message: str) -> RuntimeError:
@@ -180,6 +44,35 @@ def need_lazy(device: Device, what: str) -> None:
         raise RuntimeError(f"{what} is available in lazy mode only.")
 
 
+def replayed(device: Device, recording: Recording, live: dict[int, Tensor]) -> dict[int, Tensor]:
+    """Run everything again; see `HPUGraph.rerun`."""
+    now: list[Any] = [None] * len(recording.first)
+
+    def fill(value: Any) -> Any:
+        if type(value) is Slot:
+            return now[value.index]
+        if live and isinstance(value, Tensor):
+            return live.get(id(value), value)
+        return [fill(item) for item in value] if type(value) is list else value
+
+    no_functions, no_dispatch = torch._C.DisableTorchFunction, torch._C._DisableTorchDispatch
+    with no_functions(), no_dispatch(), torch.no_grad():
+        for step in recording.steps:
+            args = tuple(map(fill, step.args))
+            kwargs = {name: fill(value) for name, value in step.kwargs.items()}
+            if step.op.packet in checks.INDEXED:
+                checks.report_indices(device, step.op, args, when=" in a replay", severity="error")
+            seed = device.draw_seed() if step.op.random else None
+            result = device.compute(step.op, step.func, args, kwargs, seed)
+            made = result if isinstance(result, (list, tuple)) else [result]
+            for slot, value in zip(step.results, made, strict=True):
+                if slot >= 0:
+                    now[slot] = value
+        if not live:
+            recording.refresh(now)
+    return {id(old): new for old, new in zip(recording.first, now, strict=True)}
+
+
 class HPUGraph:
     """A recording and its replays (`hpu/graphs.py`)."""
 
@@ -191,8 +84,6 @@ class HPUGraph:
         self.inputs: list[Tensor] = []
 
     def capture_begin(self, dry_run: bool = False) -> None:
-        from gaudi_emulator.habana import current_stream
-
         device = self.device
         if device.recording is not None:
             raise fatal_error(device, "graph Capture already in progress")
@@ -203,11 +94,9 @@ class HPUGraph:
         device.flush("capture begin")
         device.dynamic_shapes = False  # and nothing turns it on again
         self.stream = current_stream()
-        self.recording = device.recording = Recording(device, dry_run)
+        self.recording = device.recording = Recording(dry_run)
 
     def capture_end(self) -> None:
-        from gaudi_emulator.habana import current_stream
-
         device = self.device
         if device.recording is None or device.recording is not self.recording:
             raise fatal_error(device, "capture_end without a capture of this graph")
@@ -238,7 +127,7 @@ class HPUGraph:
         device = self.device
         assert self.recording is not None
         device.flush("replay")
-        now = self.recording.run(live)
+        now = replayed(device, self.recording, live)
         device.counts.launches += self.recording.segments
         device.counts.graphs["replayed"] += 1
         device.counts.graphs["launches"] += self.recording.segments
@@ -283,12 +172,10 @@ class graph:
     """`with graph(g): ...` captures on a stream of its own and always ends the capture."""
 
     def __init__(self, hpu_graph: HPUGraph, stream: Any = None, dry_run: bool = False) -> None:
-        from gaudi_emulator import habana
-
         need_lazy(current(), "Context-manager for HPUGraph")
         self.graph, self.dry_run = hpu_graph, dry_run
-        self.stream: Any = stream or habana.Stream()
-        self.context = habana.stream(self.stream)
+        self.stream: Any = stream or Stream()
+        self.context = on_stream(self.stream)
 
     def __enter__(self) -> None:
         current().flush("synchronize")
@@ -303,6 +190,104 @@ class graph:
         finally:
             self.stream.is_capture = False
             self.context.__exit__(*error)
+
+
+# A function that is to be captured, run twice uncaptured from equal state: whatever differs would be baked in.
+#
+# A capture keeps Python's values as they were. So each operator of both runs is noted with its constants and its line,
+# the runs are laid side by side, and the first difference is a value that Python varies. A tensor of the first run that
+# the second reads was carried over in an attribute; a tensor of the state that is another object afterwards was bound
+# anew.
+
+
+def rehearse(
+    card: Device,
+    body: Callable[[], object],
+    state: Callable[[], Mapping[str, Tensor]],
+    known: Run | None = None,
+) -> Run | None:
+    """Run a function twice and report what a capture of it would keep for good.
+
+    Args:
+        body: what is about to be captured.
+        state: the tensors that it works on, by name.
+        known: a run from before the capture; then one more is compared with it.
+
+    Returns:
+        The last run, without its tensors.
+    """
+    if not card.differential or card.recording is not None or card.rehearsed is not None:
+        return None
+    card.flush("synchronize")
+    names = "counts recipes variants again blamed credit earned values_read uploaded staged warm".split()
+    books = {name: copy.copy(getattr(card, name)) for name in names}
+    books["counts"], seed = copy.deepcopy(card.counts), card.generator.get_state()
+    bound = dict(state())  # held, so that no later tensor gets the address of one
+    card.findings.muted = True
+    runs = [known] if known else []
+    try:
+        while len(runs) < 2:
+            card.generator.set_state(seed)
+            card.rehearsed = run = Run()
+            runs.append(run)
+            try:
+                body()
+            finally:
+                card.rehearsed = None
+                run.restore()
+    except Exception:
+        return None  # the capture itself will say it
+    finally:
+        card.pending, card.sites, card.written = [], [], set()
+        for name, value in books.items():
+            setattr(card, name, value)
+        card.generator.set_state(seed)
+        card.findings.muted = False
+    compare_runs(card, runs[0], runs[1])
+    for name, tensor in state().items():
+        if bound.get(name, tensor) is not tensor and isinstance(tensor, HPUTensor):
+            _, site = runs[1].made.get(id(tensor.raw), (None, None))
+            card.findings.hit("H069", name, "error", site)
+    return Run(runs[1].steps)
+
+
+def compare_runs(card: Device, first: Run, second: Run) -> None:
+    """Report the first operator whose constants differ, and tensors carried from run to run."""
+    for (then, _), (now, site) in zip(first.steps, second.steps, strict=False):
+        if then != now:
+            card.findings.hit("H068", f"{now[0]} had other values in a second run", "error", site)
+            break
+    else:
+        if len(first.steps) != len(second.steps):
+            longer = max(first.steps, second.steps, key=len)
+            site = longer[min(len(first.steps), len(second.steps))][1]
+            what = f"{len(first.steps)} operators, then {len(second.steps)}"
+            card.findings.hit("H068", what, "error", site)
+    for key, site in second.read:
+        if key in first.made and key not in second.made:
+            card.findings.hit("H068", "a tensor of the run before is read", "error", site)
+            return
+
+
+def plain_attributes(function: Callable[..., Any]) -> list[Any]:
+    """Numbers, strings and switches that a method's module and those in it hold."""
+    owner = getattr(function, "__self__", None)
+    modules = owner.modules() if isinstance(owner, nn.Module) else ()
+    kinds = (bool, int, float, str, type(None))
+    return [(n, v) for module in modules for n, v in vars(module).items() if type(v) in kinds]
+
+
+def module_tensors(function: Callable[..., Any]) -> dict[str, Tensor]:
+    """The tensors that a method's module holds, by name."""
+    owner = getattr(function, "__self__", None)
+    if not isinstance(owner, nn.Module):
+        return {}
+    found: dict[str, Tensor] = {**dict(owner.named_parameters()), **dict(owner.named_buffers())}
+    for prefix, module in owner.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor):
+                found[f"{prefix}.{name}".lstrip(".")] = value
+    return found
 
 
 # The wrapper

@@ -17,7 +17,6 @@ from torch.library import Library, register_autograd
 
 from gaudi_emulator.device import current
 from gaudi_emulator.scope import OutOfScope
-from lantern_hpu.ops.kernels import rms_norm
 
 OPERATORS = Library("hpu_emulated", "DEF")
 OPERATORS.define(
@@ -40,6 +39,11 @@ def sdpa(
     return F.scaled_dot_product_attention(
         q, k, v, mask, dropout, causal, scale=scale, enable_gqa=grouped
     )
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last dimension, computed in float32."""
+    return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, pairwise: bool) -> Tensor:

@@ -18,15 +18,21 @@ from torch import distributed
 
 from gaudi_emulator.device import Device, as_current, current, listening
 from gaudi_emulator.graphs import abandoned_on_error
-from gaudi_emulator.nested import tensors_in
-from gaudi_emulator.patches import made_on_the_host, overwrites, wrapped
-from gaudi_emulator.releases import DEFAULT, Release, current_release, release_named
+from gaudi_emulator.habana import modules
+from gaudi_emulator.releases import (
+    DEFAULT,
+    LAZY_MODE,
+    ROOT,
+    Release,
+    current_release,
+    release_named,
+)
 from gaudi_emulator.scope import CustomOperators
-from gaudi_emulator.tensor import DEVICE
-from lantern_hpu.backends.hpu.env import LAZY_MODE, ROOT
+from gaudi_emulator.tensor import DEVICE, tensors_in
+from gaudi_emulator.torch_calls import heard, made_on_the_host, overwrites, wrapped
 
 if TYPE_CHECKING:
-    from gaudi_emulator.tracing import Compiler
+    from gaudi_emulator.compiler import Compiler
 
 VENDOR = Path(__file__).parent / "vendor"  # `habana_frameworks`, and a distribution a release
 SHARED = "PYTHONPATH"  # by which processes that this one starts find them
@@ -53,22 +59,23 @@ def emulated(
         if lazy is not None:
             os.environ[LAZY_MODE] = str(int(lazy))
         card = stack.enter_context(as_current(Device(current_release(), lazy)))
+        card.modules = modules(card)
         stack.enter_context(abandoned_on_error(card))
         show_device_module(card.modules[f"{ROOT}.torch.hpu"])
         stack.enter_context(made_on_the_host())
         stack.enter_context(overwrites(card))
         stack.enter_context(wrapped(torch, "compile", partial(compile_for, card)))
         stack.enter_context(wrapped(threading.Thread, "start", partial(start, card)))
-        stack.enter_context(card.heard())
+        stack.enter_context(heard(card))
         yield card
 
 
 @contextmanager
 def same_process() -> Iterator[None]:
     """The environment, the path and the vendor's modules are afterwards what they were."""
-    environment, path, modules = dict(os.environ), sys.path, sys.modules
+    environment, path, loaded = dict(os.environ), sys.path, sys.modules
     outer = vendor_modules() if listening() else []  # of a card around this one
-    before = {name: modules.pop(name) for name in outer}
+    before = {name: loaded.pop(name) for name in outer}
     sys.path = [*path]
     try:
         yield
@@ -78,8 +85,8 @@ def same_process() -> Iterator[None]:
             del os.environ[name]
         os.environ.update({n: v for n, v in environment.items() if os.environ.get(n) != v})
         for name in vendor_modules():
-            del modules[name]
-        modules.update(before)
+            del loaded[name]
+        loaded.update(before)
         for owner in (torch, torch.ops):
             vars(owner).pop(DEVICE, None)
         if MODULE in before:
@@ -117,6 +124,7 @@ def load() -> None:
     card = install_card(None, None, None)
     if not card.loaded:
         card.load()
+        card.modules = modules(card)
         show_device_module(card.modules[f"{ROOT}.torch.hpu"])
     sys.modules.update({name: m for name, m in card.modules.items() if name != ROOT})
     if distributed.is_available() and "hccl" not in distributed.Backend.backend_list:
@@ -129,11 +137,11 @@ def start(card: Device, real: Any, thread: threading.Thread) -> None:
     """Threads call the card too: torch's modes are of one thread each."""
     run = thread.run
 
-    def heard() -> None:
-        with card.heard():
+    def run_heard() -> None:
+        with heard(card):
             run()
 
-    thread.run = heard  # type: ignore[method-assign]
+    thread.run = run_heard  # type: ignore[method-assign]
     real(thread)
 
 
@@ -168,7 +176,7 @@ def compiler_of(card: Device) -> Compiler:
     """One for a card: functions that share code share what was compiled of it."""
     if card.compiler is None:
         with card.aside():
-            from gaudi_emulator.tracing import Compiler
+            from gaudi_emulator.compiler import Compiler
 
             card.compiler = Compiler(card)
     return card.compiler

@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 import json
+import re
+import warnings
 from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
 from pathlib import Path
-from typing import Any
 
-from lantern_hpu.backends.hpu import env
-from lantern_hpu.errors import OptionError
+ROOT = "habana_frameworks"  # the vendor's Python package
+PLUGIN = "habana-torch-plugin"  # and the distribution that has it
+LAZY_MODE = "PT_HPU_LAZY_MODE"
+
+
+class EmulatorError(ValueError):
+    """What was asked for cannot be: what is wrong, why, and what to try."""
+
+    def __init__(self, what: str, why: str = "", hint: str = "") -> None:
+        self.what, self.why, self.hint = what, why, hint
+        reason = f"{what}: {why}" if why else what
+        super().__init__(f"{reason}\n  try: {hint}" if hint else reason)
 
 
 @dataclass(frozen=True, eq=False)
-class Release(env.Release):
-    """One release.
+class Release:
+    """One release; compared by identity.
 
     Attributes:
+        name: major and minor number.
         source: what was read of it.
+        autoloads: whether `import torch` loads the plugin, unless PT_HPU_LAZY_MODE=1 or PT_HPU_AUTOLOAD=0.
         lazy_by_default: what an unset PT_HPU_LAZY_MODE means.
         graphs_always_named: whether the HPU graph interface exists outside lazy mode, where its use raises.
         key_has_dtype: whether `wrap_in_hpu_graph` tells number formats apart.
@@ -28,7 +43,9 @@ class Release(env.Release):
         backend_options: of hpu_backend (dynamo/compile_backend/config.py); it refuses others.
     """
 
+    name: str
     source: str
+    autoloads: bool
     lazy_by_default: bool
     graphs_always_named: bool
     key_has_dtype: bool
@@ -39,9 +56,8 @@ class Release(env.Release):
     partial_index_rank: int
     backend_options: frozenset[str]
 
-
-def release(name: str, **more: Any) -> Release:
-    return Release(**vars(env.RELEASES[name]), **more)
+    def __str__(self) -> str:
+        return f"bridge {self.name}"
 
 
 def listed(what: str) -> list[str]:
@@ -53,9 +69,10 @@ def listed(what: str) -> list[str]:
 NAMES = Path(__file__).with_name("names.json")
 OPTIONS = frozenset(listed("hpu_backend_options"))  # of each release
 RELEASES = {
-    "1.19": release(
+    "1.19": Release(
         "1.19",
         source="HabanaAI/gaudi-pytorch-bridge, tag v1.19.0 (5a56187e)",
+        autoloads=False,
         lazy_by_default=True,
         graphs_always_named=False,
         key_has_dtype=False,
@@ -68,9 +85,10 @@ RELEASES = {
         partial_index_rank=-1,
         backend_options=OPTIONS | {"use_graph_freezing"},
     ),
-    "1.24": release(
+    "1.24": Release(
         "1.24",
         source="HabanaAI/gaudi-pytorch-bridge at bcc5172c479e",
+        autoloads=True,
         lazy_by_default=False,
         graphs_always_named=True,
         key_has_dtype=True,
@@ -86,21 +104,53 @@ RELEASES = {
         ),
     ),
 }
-DEFAULT = RELEASES[env.DEFAULT.name]
+DEFAULT = RELEASES["1.24"]
+
+
+def version_number(version: str | None) -> tuple[int, int] | None:
+    """(major, minor) of a version, None if it has none."""
+    found = re.match(r"\D*(\d+)\.(\d+)", version or "")
+    return (int(found[1]), int(found[2])) if found else None
 
 
 def release_named(name: str) -> Release:
-    """Of a version, such as `--bridge 1.22`; one that was not read takes the nearest one's contract.
+    """Of a version, such as `--bridge 1.22`.
 
     Raises:
-        OptionError: it is no version.
+        EmulatorError: it is no version.
     """
-    if env.version_number(name) is None:
+    if version_number(name) is None:
         hint = f"one of {', '.join(RELEASES)}; another version takes the nearest one's contract"
-        raise OptionError(f"--bridge is {name!r}", "it is a release of Gaudi's software", hint)
-    return RELEASES[env.nearest_release(name).name]
+        raise EmulatorError(f"--bridge is {name!r}", "it is a release of Gaudi's software", hint)
+    return nearest_release(name)
+
+
+@cache
+def nearest_release(version: str) -> Release:
+    """The release whose contract a version has; one that was not read is warned of once a process."""
+    asked = version_number(version)
+    if asked is None:
+        return DEFAULT
+
+    def apart(release: Release) -> int:
+        major, minor = version_number(release.name) or asked
+        return abs(100 * (major - asked[0]) + minor - asked[1])
+
+    found = min(RELEASES.values(), key=apart)
+    if version_number(found.name) != asked:
+        why = "was not read; the contract of"
+        warnings.warn(f"bridge {asked[0]}.{asked[1]} {why} {found.name} is used", stacklevel=2)
+    return found
+
+
+def plugin_version() -> str:
+    """Of the vendor's distribution on the path; empty if there is none."""
+    try:
+        return metadata.version(PLUGIN)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def current_release() -> Release:
     """The release whose distribution is on the path."""
-    return RELEASES[env.release_of().name]
+    return nearest_release(plugin_version())

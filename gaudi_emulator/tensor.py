@@ -7,14 +7,23 @@ tensor that the caller made. Python code sees `hpu`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import warnings
+from collections import UserDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map
+
+from gaudi_emulator.releases import listed
 
 Func = Callable[..., Any]
 Args = tuple[Any, ...]
@@ -22,6 +31,14 @@ Kwargs = dict[str, Any]  # of a call that torch hands over
 DEVICE = "hpu"
 HPU = torch.device(DEVICE, 0)
 META = torch.device("meta")
+cards: list[Any] = []  # those that are installed, `device.Device`; the last is in use
+
+
+def card_in_use() -> Any:
+    """The installed card."""
+    if not cards:
+        raise RuntimeError("an emulated tensor outlived its emulator: no card is installed")
+    return cards[-1]
 
 
 class HPUTensor(Tensor):
@@ -68,9 +85,7 @@ class HPUTensor(Tensor):
         return self.raw.data_ptr()
 
     def tolist(self) -> Any:
-        from gaudi_emulator.device import current
-
-        return current().read(self, "tolist", "H001").tolist()
+        return card_in_use().read(self, "tolist", "H001").tolist()
 
     def __getitem__(self, where: Any) -> Any:
         return Tensor.__getitem__(self, as_tensors(where))
@@ -96,17 +111,13 @@ class HPUTensor(Tensor):
         return self
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        from gaudi_emulator.device import current
-
-        values = current().read(self, "print") if self.stale is None else self.raw
+        values = card_in_use().read(self, "print") if self.stale is None else self.raw
         return f"{repr(values)[:-1]}, device='hpu:0')"
 
     @classmethod
     def __torch_function__(
         cls, func: Func, types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
-        from gaudi_emulator.autocast import cast
-
         with torch._C.DisableTorchFunctionSubclass():
             args, kwargs = cast(func, args, kwargs or {})
             return func(*args, **kwargs)
@@ -115,9 +126,7 @@ class HPUTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
-        from gaudi_emulator.device import current
-
-        card = current()
+        card = card_in_use()
         if card.traced and any(map(is_fake, flat((*args, *(kwargs or {}).values())))):
             return through(func, args, kwargs or {})
         return card.run(func, args, kwargs or {})
@@ -175,3 +184,119 @@ def is_hpu(device: object) -> bool:
     if device is None or isinstance(device, int):
         return False
     return torch.device(device).type == "hpu"  # type: ignore[call-overload]
+
+
+# Tensors in arguments and results
+
+
+def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """The same kind of object with each tensor in it changed: named tuples, model outputs, dataclasses too."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple):
+        items = [mapped(item, change) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, list):
+        return type(value)(mapped(item, change) for item in value)
+    if isinstance(value, (dict, UserDict)):
+        made = copy.copy(value)
+        for name, item in value.items():
+            made[name] = mapped(item, change)
+        return made
+    if is_dataclass(value) and not isinstance(value, type):
+        twin = copy.copy(value)
+        for field in fields(value):
+            object.__setattr__(twin, field.name, mapped(getattr(value, field.name), change))
+        return twin
+    return value
+
+
+def tensors_in(value: Any) -> Iterator[HPUTensor]:
+    """The device tensors of an object, in their order."""
+    if isinstance(value, HPUTensor):
+        yield value
+    elif isinstance(value, (dict, UserDict)):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from tensors_in(getattr(value, field.name))
+
+
+# `torch.autocast` on the device: which operators run in the lower format and which in float32. torch casts by dispatch
+# keys, which the emulated tensors do not have, so arguments are cast where a function is called. The lists are the
+# default ones of Habana's page on mixed precision, unless flags name files.
+
+OWNERS = (torch, F, torch._C._nn, Tensor)
+LOWER = listed("autocast_lower")
+LOWER_FIRST = frozenset({"batch_norm", "group_norm", "instance_norm", "layer_norm"})
+FLOAT32 = listed("autocast_float32")
+SIGNS = {"add", "matmul", "mul", "pow"}  # which Python has operators for, from either side
+# Files with a name a line, which take the place of the lists
+FILES = ("PT_HPU_AUTOCAST_LOWER_PRECISION_OPS_LIST", "PT_HPU_AUTOCAST_FP32_OPS_LIST")
+
+
+@dataclass(frozen=True)
+class AutocastLists:
+    """Functions by what autocast does to their arguments."""
+
+    lower: frozenset[Callable[..., Any]]
+    # Of `lower`, those that have the first argument cast alone
+    first: frozenset[Callable[..., Any]]
+    float32: frozenset[Callable[..., Any]]
+
+
+def autocast_lists(flags: Mapping[str, str]) -> AutocastLists:
+    return lists_of(*map(flags.get, FILES))
+
+
+@cache
+def lists_of(lower_file: str | None, float32_file: str | None) -> AutocastLists:
+    """As the bridge has them (hpu_ops/autocast_helpers.h): the default ones, or those of the files of its flags."""
+    lowered = functions(names(lower_file, LOWER))
+    float32 = functions(names(float32_file, FLOAT32))
+    return AutocastLists(lowered, lowered & functions(LOWER_FIRST), float32 - lowered)
+
+
+def names(file: str | None, default: Iterable[str]) -> Iterable[str]:
+    """A file's, or the default ones if there is none to read."""
+    if file and Path(file).is_file():
+        return Path(file).read_text(encoding="utf-8").split()
+    if file:
+        warnings.warn(f"no {file} to read: autocast has its default list", stacklevel=2)
+    return default
+
+
+def functions(names: Iterable[str]) -> frozenset[Callable[..., Any]]:
+    every = {*names}
+    for name in every & SIGNS:
+        every |= {f"__{name}__", f"__r{name}__"}
+    if every & {"div", "true_divide"}:
+        every.add("__truediv__")
+    found = (getattr(owner, name, None) for owner in OWNERS for name in every)
+    return frozenset(function for function in found if function is not None)
+
+
+def cast(func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments in the format that autocast has the function run in, if it is on and says one."""
+    if not torch.is_autocast_enabled(DEVICE):
+        return args, kwargs
+    known = autocast_lists(card_in_use().flags)
+    if func in known.lower:
+        goal = torch.get_autocast_dtype(DEVICE)
+    elif func in known.float32:
+        goal = torch.float32
+    else:
+        return args, kwargs
+
+    def change(tensor: Tensor) -> Tensor:
+        floats = isinstance(tensor, HPUTensor) and tensor.is_floating_point()
+        return tensor.to(goal) if floats and tensor.dtype != goal else tensor
+
+    if func in known.first:
+        given = {"input": kwargs["input"]} if "input" in kwargs else {}
+        return (*mapped(args[:1], change), *args[1:]), kwargs | mapped(given, change)
+    return mapped(args, change), mapped(kwargs, change)

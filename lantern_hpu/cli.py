@@ -52,7 +52,7 @@ OUTSIDE = {
     "stretch": "lantern_lab.commands.stretch",
     "evaluate": "lantern_lab.commands.evaluate",
     "verify": "lantern_lab.commands.verify",
-    "lint": "gaudi_emulator.lint.command",
+    "lint": "lantern_lab.commands.lint",
 }
 
 
@@ -121,7 +121,11 @@ def run_emulated(name: str, args: Sequence[str]) -> int:
     def command() -> int:
         if asked.device != device:
             raise OptionError(f"{asked.device} cannot be emulated", hint=Arg("device", device))
-        with import_module("gaudi_emulator").emulate(asked.bridge):
+        try:
+            emulation = import_module("gaudi_emulator").emulate(asked.bridge)
+        except ValueError as error:
+            raise OptionError(str(error)) from error
+        with emulation:
             return run(name, [*rest, "--device", device])
 
     return exit_code(command)

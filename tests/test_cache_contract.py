@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gaudi_emulator import emulate
-from gaudi_emulator.lint.rules import Finding
+from gaudi_emulator.rules import Finding
 from lantern_hpu.backends import get_backend
 from lantern_hpu.backends.base import DevicePlan
 from lantern_hpu.backends.hpu.env import RELEASES

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from gaudi_emulator import autocast, emulate, graphs, habana, modes, ops
+from gaudi_emulator import checks, emulate, graphs, habana, ops, tensor, torch_calls
 from gaudi_emulator.device import Device, current
 from gaudi_emulator.facts import (
     FACTS,
@@ -23,7 +23,6 @@ from gaudi_emulator.facts import (
     ask_fact,
     release_facts,
 )
-from gaudi_emulator.lint import checks
 from lantern_hpu.backends import get_backend
 from lantern_hpu.backends.hpu.backend import HPUBackend
 from lantern_hpu.backends.hpu.env import RELEASES
@@ -114,7 +113,7 @@ def answering(module: str, name: str, value: object) -> Fault:
 
 
 def without_handler(function: Callable[..., object]) -> Fault:
-    return lambda patch, backend: patch.delitem(modes.HANDLERS, function)
+    return lambda patch, backend: patch.delitem(torch_calls.HANDLERS, function)
 
 
 def other_key(patch: pytest.MonkeyPatch, backend: HPUBackend) -> None:
@@ -150,10 +149,10 @@ OWN: dict[str, Fault] = {
     ),
     "complex numbers come back as a cpu tensor": without_handler(torch.complex),
     "autocast lowers products and keeps exponentials": replacing(
-        autocast, "cast", lambda func, given, more: (given, more)
+        tensor, "cast", lambda func, given, more: (given, more)
     ),
     "a deep copy has a storage of its own": lambda patch, backend: patch.setitem(
-        modes.HANDLERS, torch.Tensor.__deepcopy__, copies_are_the_same
+        torch_calls.HANDLERS, torch.Tensor.__deepcopy__, copies_are_the_same
     ),
     "weights that two modules share stay shared": replacing(nn.Module, "_apply", made_anew),
     "metrics are read by position and an unknown one is none": answering(

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from gaudi_emulator.lint.command import main
 from lantern_hpu.cli import module_of
 from lantern_lab.measure.gaudi_counts import GRAPHS, table
+from lantern_lab.commands.lint import main
 from scripts.docs.reference_pages import gaudi_flags
 from tests import plain_user
 from tests.folder import write_folder

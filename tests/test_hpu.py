@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gaudi_emulator import emulate, hpex, tracing
-from gaudi_emulator.lint.lint_model import rehearsed_captures
+from gaudi_emulator import compiler, emulate, hpex
 from lantern_hpu.backends import get_backend
 from lantern_hpu.backends.hpu import backend as hpu_backend
 from lantern_hpu.backends.hpu.backend import HPUBackend, matmul_attention
@@ -26,6 +25,7 @@ from lantern_hpu.methods.setting import METHODS, SMALL_TREE
 from lantern_hpu.ops import kernels
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.tree import DynamicTree, Tree, Window, load_tree
+from lantern_lab.lint_model import rehearsed_captures
 from tests.emulated import draw_warm, emulated, rules
 from tests.marks import mostly_slow
 
@@ -196,7 +196,7 @@ def test_graph_that_gaudis_compiler_fails_on_is_answered_by_what_exists_in_the_m
     def failing(card: Any, graph: Any) -> Any:
         raise RuntimeError("Graph compile failed. synStatus=synStatus 26 [Generic failure].")
 
-    monkeypatch.setattr(tracing, "lower", failing)
+    monkeypatch.setattr(compiler, "lower", failing)
     with emulate(), torch.no_grad():
         backend = get_backend("hpu", "compile")
         assert "compile_layers" in backend.graph_modes

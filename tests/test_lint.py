@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from gaudi_emulator.lint import lint_script
-from gaudi_emulator.lint.command import main
-from gaudi_emulator.lint.rules import RULES
+from gaudi_emulator.rules import RULES
 from lantern_hpu.methods.setting import METHODS
+from lantern_lab.commands.lint import main
 
 START = """
 import torch

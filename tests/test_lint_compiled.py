@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gaudi_emulator.lint import lint_script
-from gaudi_emulator.lint.command import main
+from lantern_lab.commands.lint import main
 
 pytestmark = pytest.mark.slow
 

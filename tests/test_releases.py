@@ -13,10 +13,10 @@ from torch import Tensor
 
 from gaudi_emulator import emulate
 from gaudi_emulator.lint import lint_script
-from gaudi_emulator.lint.command import main
-from gaudi_emulator.lint.rules import BY_RELEASE, RULES
 from gaudi_emulator.releases import RELEASES, Release
+from gaudi_emulator.rules import BY_RELEASE, RULES
 from lantern_hpu.cli import main as run
+from lantern_lab.commands.lint import main
 
 OLD, NEW = RELEASES
 START = """

@@ -16,9 +16,10 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from gaudi_emulator import emulate, hpex, lowering
+from gaudi_emulator import compiler, emulate, graphs, hpex
 from gaudi_emulator.device import Device
-from gaudi_emulator.graphs import HPUGraph, Recording
+from gaudi_emulator.graphs import HPUGraph
+from gaudi_emulator.recording import Recording
 from lantern_hpu.backends import BACKENDS
 from lantern_hpu.backends.base import Transfers
 from lantern_hpu.backends.candidates import Candidate
@@ -461,7 +462,7 @@ def test_write_that_a_compiler_loses_is_refuted(
     model: Path, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same in compile mode: a pass throws one write into a cache away."""
-    real = lowering.put_in_place
+    real = compiler.put_in_place
 
     def losing(card: Device, graph: fx.GraphModule) -> int:
         left = real(card, graph)
@@ -472,7 +473,7 @@ def test_write_that_a_compiler_loses_is_refuted(
         graph.recompile()
         return left
 
-    spoil = partial(monkeypatch.setattr, lowering, "put_in_place", losing)
+    spoil = partial(monkeypatch.setattr, compiler, "put_in_place", losing)
     detail, numbers = confirmed_then_refuted(method, spoil, "caches", model, "compile")
     assert "differ" in detail and numbers["wrong"]
 
@@ -484,8 +485,8 @@ def test_operator_that_is_cut_out_of_a_compiled_step_is_refuted(
 ) -> None:
     for name, value in Stage("cuts", "compile").flags.items():
         monkeypatch.setenv(name, value)
-    cut = lowering.ALWAYS_CUT | {"cumsum"}
-    spoil = partial(monkeypatch.setattr, lowering, "ALWAYS_CUT", cut)
+    cut = compiler.ALWAYS_CUT | {"cumsum"}
+    spoil = partial(monkeypatch.setattr, compiler, "ALWAYS_CUT", cut)
     detail, _ = confirmed_then_refuted(method, spoil, "cuts", model, "compile")
     assert "eager fallback of cumsum" in detail
 
@@ -521,21 +522,21 @@ def test_wrong_products_of_matrices_are_refuted_by_the_tokens(
 def test_what_a_step_does_after_the_warm_up_is_refuted(
     what: str, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, report = Recording.run, Engine.report
+    real, report = graphs.replayed, Engine.report
 
-    def replayed(recording: Recording, live: Any) -> Any:
-        counts = recording.device.counts
+    def replayed(card: Device, *given: Any) -> Any:
+        counts = card.counts
         if what == "graph compilations":
             counts.recipes += 1
         elif what == "cpu fallbacks":
             counts.fallbacks["i0"] += 1
-        return real(recording, live)
+        return real(card, *given)
 
     def reported(engine: Engine) -> GraphReport:
         captures = int(what == "captures after warm-up")
         return replace(report(engine), recompiles_after_warmup=captures)
 
-    monkeypatch.setattr(Recording, "run", replayed)
+    monkeypatch.setattr(graphs, "replayed", replayed)
     monkeypatch.setattr(Engine, "report", reported)
     with asked("methods", model=str(model)) as question:
         state, detail, _ = question.answer("ar")

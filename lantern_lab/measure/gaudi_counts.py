@@ -19,7 +19,7 @@ from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from gaudi_emulator import emulate
 from gaudi_emulator.device import Device
 from gaudi_emulator.lint import lint_counts
-from gaudi_emulator.patches import wrapped
+from gaudi_emulator.torch_calls import wrapped
 from lantern_hpu.backends.hpu.backend import HPUBackend
 from lantern_hpu.core import Request, RunStats
 from lantern_hpu.decode.engine import Engine

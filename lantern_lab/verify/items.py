@@ -104,7 +104,8 @@ def items_of(stage: Stage) -> list[Question]:
     """Those of a stage; facts load torch."""
     if stage.kind == "facts":
         facts = gaudi_facts()
-        known = facts.facts_for(stage.graphs, stage.release) if facts else [("facts", NO_FACTS)]
+        lazy = hpu_env.LAZY[stage.graphs]
+        known = facts.facts_for(lazy, stage.release) if facts else [("facts", NO_FACTS)]
         return [Question(name, source, stage) for name, source in known]
     kernels = BACKENDS[stage.device].kernels
     by_kind = {

@@ -153,7 +153,7 @@ def methods() -> Iterator[str]:
 
 def lint_rules() -> Iterator[str]:
     """The rules of `lantern-hpu lint`."""
-    from gaudi_emulator.lint.rules import RULES
+    from gaudi_emulator.rules import RULES
 
     yield "# Lint rules\n\nWhat `lantern-hpu lint` finds in code for Gaudi."
     yield "The severity inside a capture, where it differs, is in brackets.\n"

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gaudi_emulator import ops
+from gaudi_emulator.card import Card
+from gaudi_emulator.ops import Op
+from gaudi_emulator.rules import Severity, Site
 from gaudi_emulator.tensor import Args, HPUTensor, Kwargs
-from lantern_hpu.backends.base import dtype_name
-
-if TYPE_CHECKING:
-    from gaudi_emulator.device import Device
-    from gaudi_emulator.lint.rules import Severity
-    from gaudi_emulator.ops import Op
 
 INT32 = torch.iinfo(torch.int32)
 NUMBERS = (bool, int, float)
@@ -53,7 +50,11 @@ REFUSED = frozenset(
 WHOLE_COPIES = frozenset("index_put_ index_add_ scatter_add_".split())
 
 
-def before(device: Device, op: Op, args: Args, kwargs: Kwargs) -> None:
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def before(device: Card, op: Op, args: Args, kwargs: Kwargs) -> None:
     """Everything that can be said of an operator before it runs."""
     hit = device.findings.hit
     first = args[0] if args and isinstance(args[0], Tensor) else None
@@ -91,7 +92,7 @@ def sort_dim(args: Args, kwargs: Kwargs) -> int:
     return dim
 
 
-def falls_back(device: Device, op: Op, args: Args, kwargs: Kwargs) -> str:
+def falls_back(device: Card, op: Op, args: Args, kwargs: Kwargs) -> str:
     """Why an operator falls back for these arguments; empty if it does not.
 
     First whether it has a kernel, then the bridge's named checks, then its lists of number formats."""
@@ -160,18 +161,18 @@ FALLBACK_CHECKS: dict[str, Callable[[dict[str, Any]], bool]] = {
 }
 
 
-def dynamic(device: Device, op: Op, rule: str) -> None:
+def dynamic(device: Card, op: Op, rule: str) -> None:
     """An operator whose result's shape depends on data: it reads the size back."""
     device.findings.hit(rule, op.name)
     device.wait("dynamic shape")
 
 
-def view_write(device: Device, op: Op, target: HPUTensor) -> None:
+def view_write(device: Card, op: Op, target: HPUTensor) -> None:
     if target.base is not None:
         device.findings.hit("H060", op.name)
 
 
-def foreign(device: Device, op: Op, value: Tensor) -> None:
+def foreign(device: Card, op: Op, value: Tensor) -> None:
     """A CPU tensor among device tensors: lazy mode uploads it without a word (habana_lazy/lazy_kernels.h)."""
     no_bare_meta((value,), op.name)
     if value.dim() == 0:
@@ -179,7 +180,8 @@ def foreign(device: Device, op: Op, value: Tensor) -> None:
     if device.lazy or op.packet in ("index", "index_put", "index_put_"):
         if device.recording is None:  # an upload in a capture is a finding of its own
             device.findings.hit("H061", f"{op.name} uploads a CPU tensor", "warn")
-        device.accept(value)
+        upload(device, value)
+        device.book_upload()
         return
     device.findings.hit("H061", op.name)
     raise RuntimeError(
@@ -206,7 +208,7 @@ def known_format(dtype: torch.dtype) -> None:
         raise TypeError(f"{dtype_name(dtype)} is not supported on HPU")
 
 
-def upload(device: Device, values: Tensor) -> None:
+def upload(device: Card, values: Tensor) -> None:
     """The range check of an upload, which the bridge makes on the host."""
     if values.device.type == "meta":
         raise NotImplementedError("Cannot copy out of meta tensor; no data!")
@@ -227,7 +229,7 @@ def upload(device: Device, values: Tensor) -> None:
             )
 
 
-def stored(device: Device, raw: Tensor) -> None:
+def stored(device: Card, raw: Tensor) -> None:
     """An upload as the device stores it; what is out of range wraps where the check of it is off."""
     if raw.dtype == torch.float64:
         raw.copy_(raw.float())
@@ -235,13 +237,13 @@ def stored(device: Device, raw: Tensor) -> None:
         raw.copy_(raw.int())
 
 
-def stored_size(device: Device, raw: Tensor) -> int:
+def stored_size(device: Card, raw: Tensor) -> int:
     """Bytes on the device."""
     halved = raw.dtype in (torch.float64, torch.int64 if device.lazy else None)
     return raw.nbytes // (1 + halved)
 
 
-def narrow(device: Device, op: Op, values: Iterable[Any]) -> None:
+def narrow(device: Card, op: Op, values: Iterable[Any]) -> None:
     """Store results as the device does: float64 as float32, and int64 as int32 in lazy mode."""
     for value in values:
         if isinstance(value, (list, tuple)):
@@ -262,7 +264,7 @@ def narrow(device: Device, op: Op, values: Iterable[Any]) -> None:
 # Indices
 
 
-def indexed(device: Device, op: Op, args: Args, kwargs: Kwargs) -> None:
+def indexed(device: Card, op: Op, args: Args, kwargs: Kwargs) -> None:
     """Rules for reads and writes through index tensors."""
     hit = device.findings.hit
     first = args[0]
@@ -295,7 +297,7 @@ def raw(value: Any) -> Any:
     return value.raw if isinstance(value, HPUTensor) else value
 
 
-def boolean_index(device: Device, op: Op, args: tuple[Any, ...]) -> None:
+def boolean_index(device: Card, op: Op, args: tuple[Any, ...]) -> None:
     if op.packet == "index":
         dynamic(device, op, "H010")
         return
@@ -331,13 +333,13 @@ def clamped(op: Op, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def report_indices(
-    device: Device,
+    device: Card,
     op: Op,
     args: Args,
     accumulates: bool = False,
     when: str = "",
     severity: Severity | None = None,
-    site: tuple[str, int] | None = None,
+    site: Site | None = None,
 ) -> None:
     """Indices are data: they are looked at each time that an operator runs, replayed and compiled ones too."""
     if masked(op, args):

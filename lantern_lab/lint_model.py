@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 import gaudi_emulator
+from gaudi_emulator.graphs import rehearse
 from gaudi_emulator.lint import Ended, TimeOver, limited
-from gaudi_emulator.patches import replaced, wrapped
-from gaudi_emulator.rehearsal import rehearse
+from gaudi_emulator.torch_calls import replaced, wrapped
 from lantern_hpu.backends.hpu.backend import HPUBackend
 from lantern_hpu.core import Request, RunStats
 from lantern_hpu.graphs.hpu import HPUGraphRunner

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import runpy
 import signal
 import sys
@@ -12,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import gaudi_emulator
-from lantern_hpu.errors import LanternError, OptionError
+from gaudi_emulator.releases import EmulatorError
 
 if TYPE_CHECKING:
     from gaudi_emulator.device import Device
-    from gaudi_emulator.lint.rules import Finding
+    from gaudi_emulator.rules import Finding
 
 
 @dataclass(frozen=True)
@@ -43,17 +45,15 @@ class LintRun:
         return self.ended is None and all(f.severity != "error" for f in self.findings)
 
 
+BOTH = "both"  # of releases: one run under each
 # Rules whose warnings mean a compilation an input
 RECOMPILING = ("H013", "H014", "H016", "H021", "H024")
 Ended = BaseException | None  # what ended a program, if something did
 
 
 def ending(error: Ended) -> str | None:
-    """What ended a program, in one line; without the hint of an error of ours, which may advise to run the lint."""
-    if error is None:
-        return None
-    message = error.reason if isinstance(error, LanternError) else str(error)
-    return f"{type(error).__name__}: {message}"
+    """What ended a program."""
+    return None if error is None else f"{type(error).__name__}: {error}"
 
 
 class TimeOver(BaseException):
@@ -84,7 +84,7 @@ def lint_script(
     What the program prints goes to the error stream: the other one has the findings.
     """
     if not file.is_file():
-        raise OptionError(f"there is no {file}", hint="the path of a Python program")
+        raise EmulatorError(f"there is no {file}", hint="the path of a Python program")
     check_program(file)
     ended: Ended = None
     argv = sys.argv
@@ -106,16 +106,16 @@ def lint_script(
 
 
 def check_program(file: Path) -> None:
-    """Raise an OptionError if a file cannot be compiled as Python."""
+    """Raise an EmulatorError if a file cannot be compiled as Python."""
     try:
         compile(file.read_bytes(), str(file), "exec")
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-        raise OptionError(f"{file} is no Python program", str(error) or repr(error)) from error
+        raise EmulatorError(f"{file} is no Python program", str(error) or repr(error)) from error
 
 
 def merged(cards: Iterable[Device]) -> list[Finding]:
     """Findings of several runs, each rule and place once."""
-    from gaudi_emulator.lint.rules import Findings
+    from gaudi_emulator.rules import Findings
 
     together = Findings(lambda: False)
     for card in cards:
@@ -137,3 +137,65 @@ def lint_counts(cards: Sequence[Device]) -> dict[str, int]:
         "host_syncs": sum(c.host_syncs.total() for c in counts),
         "uploads": sum(c.uploads for c in counts),
     }
+
+
+# What a lint found, for programs and for readers
+
+
+def print_json(runs: Sequence[LintRun], findings: Sequence[Finding]) -> None:
+    """For programs; `counts` are those of each release where there is more than one."""
+    counts = {run.release: run.counts for run in runs}
+    report = {
+        "release": runs[0].release if len(runs) == 1 else BOTH,
+        "findings": [finding.as_dict() for finding in findings],
+        "counts": runs[0].counts if len(runs) == 1 else counts,
+        "runs_on": [run.release for run in runs if run.runs],
+        "ended": {run.release: run.ended for run in runs if run.ended is not None},
+    }
+    print(json.dumps(report, indent=2))
+
+
+def print_text(runs: Sequence[LintRun], findings: Sequence[Finding], everything: bool) -> None:
+    """A paragraph a finding, how many there are, and what the device did."""
+    shown = [f for f in findings if everything or f.severity != "info"]
+    if shown:
+        print(text(shown, named=len(runs) > 1))
+    for run in runs:
+        kinds = [f.severity for f in run.findings]
+        errors, warnings, notes = (kinds.count(kind) for kind in ("error", "warn", "info"))
+        hidden = ", shown with --all" if notes and not everything else ""
+        print(f"{errors} errors, {warnings} warnings, {notes} notes{hidden} (bridge {run.release})")
+        print(", ".join(f"{n} {name.replace('_', ' ')}" for name, n in run.counts.items()))
+    if len(runs) > 1:
+        print(verdict(runs))
+
+
+def verdict(runs: Sequence[LintRun]) -> str:
+    """On which releases a program runs, in one line."""
+    good = [run.release for run in runs if run.runs]
+    if len(good) == len(runs):
+        return f"runs on both: bridge {' and '.join(good)}"
+    if not good and all(run.ended is None for run in runs):
+        return "ends on both, with errors: what a card computes there is not known"
+    return f"runs on bridge {good[0]} alone" if good else "runs on neither"
+
+
+def text(findings: Sequence[Finding], named: bool = False) -> str:
+    """One paragraph a finding.
+
+    Args:
+        named: whether the releases that a finding holds for are named.
+    """
+    blocks = []
+    for finding in findings:
+        file = os.path.relpath(finding.file) if os.path.isabs(finding.file) else finding.file
+        where = f"{file}:{finding.line}"
+        captured = " in a capture" if finding.captured else ""
+        often = f", {finding.count} times" if finding.count > 1 else ""
+        detail = f" ({finding.detail}{often})" if finding.detail else often
+        under = f" under {' and '.join(finding.releases)}" if named else ""
+        blocks.append(
+            f"{where}: {finding.severity} {finding.rule.title}{captured}{under}{detail}\n"
+            f"    why: {finding.rule.reason(finding.releases)}\n    instead: {finding.rule.instead}"
+        )
+    return "\n".join(blocks)

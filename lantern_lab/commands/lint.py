@@ -4,7 +4,7 @@
     lantern-hpu lint --script my_model.py     your own code
     lantern-hpu lint --bridge both            under every release of Gaudi's software that was read
 
-Code runs on the emulated card; `gaudi_emulator/lint/rules.txt` has the rules. Each that is broken is printed with the
+Code runs on the emulated card; `gaudi_emulator/rules.txt` has the rules. Each that is broken is printed with the
 line that broke it, why it matters, and what to write instead. A script may `import habana_frameworks.torch` and call
 `gaudi_emulator.warmed_up()` once every shape has occurred: from then on a compilation is an error.
 """
@@ -12,8 +12,6 @@ line that broke it, why it matters, and what to write instead. A script may `imp
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -23,8 +21,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gaudi_emulator.lint import RECOMPILING, LintRun, lint_script
-from gaudi_emulator.releases import DEFAULT, RELEASES, release_named
+from gaudi_emulator.lint import BOTH, RECOMPILING, LintRun, lint_script, print_json, print_text
+from gaudi_emulator.releases import DEFAULT, RELEASES, EmulatorError, release_named
 from lantern_hpu.commands.options import Parser, add_fields, from_args
 from lantern_hpu.errors import OptionError, choices, exit_code, require
 from lantern_hpu.fields import option
@@ -32,10 +30,9 @@ from lantern_hpu.graphs import RUNNERS
 from lantern_hpu.methods.setting import METHODS, Setting
 
 if TYPE_CHECKING:
-    from gaudi_emulator.lint.rules import Finding
+    pass
 
 PROFILES = ("lazy", "compile")
-BOTH = "both"  # of `--bridge`: one run under each release
 
 
 @dataclass(frozen=True)
@@ -88,7 +85,7 @@ def lint_here(asked: LintRequest, bridge: str) -> LintRun:
         lazy = asked.profile == "lazy"
         card, ended = lint_script(asked.script, asked.args, lazy, asked.timeout, release)
         return LintRun.of(release, [card], ended)
-    from gaudi_emulator.lint.lint_model import lint_model
+    from lantern_lab.lint_model import lint_model
 
     compiles = asked.graphs == "auto" and asked.profile == "compile"
     cards, ended = lint_model(
@@ -123,7 +120,7 @@ def lint_all(asked: LintRequest, bridge: str) -> int:
         runs = [lint_elsewhere(asked, name) for name in RELEASES]
     else:
         runs = [lint_here(asked, bridge)]
-    from gaudi_emulator.lint.rules import joined_over_releases  # which loads torch
+    from gaudi_emulator.rules import joined_over_releases  # which loads torch
 
     findings = joined_over_releases(run.findings for run in runs)
     if asked.json:
@@ -143,74 +140,15 @@ def lint_all(asked: LintRequest, bridge: str) -> int:
     return 1 if died or (asked.strict and refused) else 0
 
 
-# What a lint found, for programs and for readers
-
-
-def print_json(runs: Sequence[LintRun], findings: Sequence[Finding]) -> None:
-    """For programs; `counts` are those of each release where there is more than one."""
-    counts = {run.release: run.counts for run in runs}
-    report = {
-        "release": runs[0].release if len(runs) == 1 else BOTH,
-        "findings": [finding.as_dict() for finding in findings],
-        "counts": runs[0].counts if len(runs) == 1 else counts,
-        "runs_on": [run.release for run in runs if run.runs],
-        "ended": {run.release: run.ended for run in runs if run.ended is not None},
-    }
-    print(json.dumps(report, indent=2))
-
-
-def print_text(runs: Sequence[LintRun], findings: Sequence[Finding], everything: bool) -> None:
-    """A paragraph a finding, how many there are, and what the device did."""
-    shown = [f for f in findings if everything or f.severity != "info"]
-    if shown:
-        print(text(shown, named=len(runs) > 1))
-    for run in runs:
-        kinds = [f.severity for f in run.findings]
-        errors, warnings, notes = (kinds.count(kind) for kind in ("error", "warn", "info"))
-        hidden = ", shown with --all" if notes and not everything else ""
-        print(f"{errors} errors, {warnings} warnings, {notes} notes{hidden} (bridge {run.release})")
-        print(", ".join(f"{n} {name.replace('_', ' ')}" for name, n in run.counts.items()))
-    if len(runs) > 1:
-        print(verdict(runs))
-
-
-def verdict(runs: Sequence[LintRun]) -> str:
-    """On which releases a program runs, in one line."""
-    good = [run.release for run in runs if run.runs]
-    if len(good) == len(runs):
-        return f"runs on both: bridge {' and '.join(good)}"
-    if not good and all(run.ended is None for run in runs):
-        return "ends on both, with errors: what a card computes there is not known"
-    return f"runs on bridge {good[0]} alone" if good else "runs on neither"
-
-
-def text(findings: Sequence[Finding], named: bool = False) -> str:
-    """One paragraph a finding.
-
-    Args:
-        named: whether the releases that a finding holds for are named.
-    """
-    blocks = []
-    for finding in findings:
-        file = os.path.relpath(finding.file) if os.path.isabs(finding.file) else finding.file
-        where = f"{file}:{finding.line}"
-        captured = " in a capture" if finding.captured else ""
-        often = f", {finding.count} times" if finding.count > 1 else ""
-        detail = f" ({finding.detail}{often})" if finding.detail else often
-        under = f" under {' and '.join(finding.releases)}" if named else ""
-        blocks.append(
-            f"{where}: {finding.severity} {finding.rule.title}{captured}{under}{detail}\n"
-            f"    why: {finding.rule.reason(finding.releases)}\n    instead: {finding.rule.instead}"
-        )
-    return "\n".join(blocks)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """The `lint` command: 0, 1 if the program died or `--strict` found an error, 2 for bad options."""
     args = make_parser().parse_args(argv)
 
     def command() -> int:
         asked = from_args(LintRequest, args)
-        return lint_all(asked, args.bridge)
+        try:
+            return lint_all(asked, args.bridge)
+        except EmulatorError as error:
+            raise OptionError(error.what, error.why, error.hint) from error
 
     return exit_code(command)

@@ -7,6 +7,7 @@ rule has a severity outside and inside a graph capture: what merely costs time o
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,9 +19,9 @@ from typing import Literal, cast
 import torch
 
 from gaudi_emulator.releases import DEFAULT, RELEASES
-from lantern_hpu.backends.hpu.errors import text_rows
 
 Severity = Literal["error", "warn", "info"]
+Site = tuple[str, int]  # file and line
 ORDER: tuple[Severity, ...] = ("error", "warn", "info")
 
 
@@ -58,9 +59,15 @@ class Rule:
 
 
 def rule_table(text: str) -> dict[str, Rule]:
-    """By id, of rows: id, name, severities outside and inside a capture; why; what instead."""
+    """By id, of rows: id, name, severities outside and inside a capture; why; what instead.
+
+    A line at the margin begins a row, indented ones are its other cells, deeper ones go on.
+    """
     table = {}
-    for head, why, instead in (row for row in text_rows(text) if not row[0].startswith("#")):
+    rows = (row for row in re.split(r"\n(?=\S)", text.strip()) if not row.startswith("#"))
+    for row in rows:
+        cells = [" ".join(cell.split()) for cell in re.split(r"\n {4}(?=\S)", row)]
+        head, why, instead = cells
         id, name, severity, captured = head.split()
         table[id] = Rule(id, name, why, instead, cast(Severity, severity), cast(Severity, captured))
     return table
@@ -87,7 +94,7 @@ BY_RELEASE: dict[str, dict[str, str]] = {
     },
 }
 
-EMULATOR = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+EMULATOR = os.path.dirname(os.path.abspath(__file__)) + os.sep
 SKIPPED = (EMULATOR, os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, "<frozen")
 
 
