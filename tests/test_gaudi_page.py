@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from lantern_hpu.cli import module_of
-from lantern_lab.measure.gaudi_counts import GRAPHS, table
 from lantern_lab.commands.lint import main
+from lantern_lab.measure.gaudi_counts import GRAPHS, table
 from scripts.docs.reference_pages import gaudi_flags
 from tests import plain_user
 from tests.folder import write_folder
