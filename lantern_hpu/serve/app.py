@@ -11,7 +11,7 @@ import math
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
@@ -35,13 +35,35 @@ with needing("fastapi", "the server is built on it", "serve"):
     from fastapi.exceptions import RequestValidationError
     from fastapi.openapi.utils import get_openapi
     from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
-    from fastapi.routing import APIRoute
     from fastapi.security import HTTPBearer
     from pydantic.json_schema import models_json_schema
     from starlette.datastructures import Headers, MutableHeaders
     from starlette.exceptions import HTTPException
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+HERE = Path(__file__).parent
+IMAGES, EDITS, FILES = "/v1/images/generations", "/v1/images/edits", "/v1/images/files/"
+JSON, FORM = "application/json", "multipart/form-data"
+SCHEMAS = "#/components/schemas/{model}"
+PROBES = ("/livez", "/readyz", "/health")
+FORWARDED = {"proto": "https?", "host": r"[\w.:\[\]-]+", "prefix": PREFIX}  # X-Forwarded-*
+NO_KEY = "wrong or missing API key"
+STOPPING = 0.3  # seconds for the decode thread to end, once all its images are answered
+STALE = 120.0  # seconds without a heartbeat after which the loop is taken for dead
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; "
+        "base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+}
+# FastAPI's page loads its script and style from here
+DOCS_POLICY = (
+    "default-src 'self'; script-src 'unsafe-inline' https://cdn.jsdelivr.net; "
+    "style-src 'unsafe-inline' https://cdn.jsdelivr.net; "
+    "img-src 'self' data: https://fastapi.tiangolo.com; base-uri 'none'; frame-ancestors 'none'"
+)
 SILENT = 15.0  # seconds after which an answer that waits says so
 KEPT_FILES, KEPT_SECONDS = 64, 3600.0  # pictures that answers have addresses of: the last ones
 # Fields whose values messages may quote: words, and names of files
@@ -123,7 +145,7 @@ class ImageRequestHandler:
     async def images(self) -> list[Done] | None:
         """All images; None where the client goes away first, and they are given up."""
         done = asyncio.ensure_future(self.all_done())
-        gone = asyncio.ensure_future(self.disconnected())
+        gone = asyncio.ensure_future(edits.client_leaves(self.request))
         try:
             await asyncio.wait([done, gone], return_when=asyncio.FIRST_COMPLETED)
             if not done.done():
@@ -146,10 +168,6 @@ class ImageRequestHandler:
             if isinstance(event, Done):
                 done[index] = event
         return [done[index] for index in sorted(done)]
-
-    async def disconnected(self) -> None:  # the body has been read
-        while (await self.request.receive())["type"] != "http.disconnect":
-            pass
 
     async def image_data(self, done: Done) -> protocol.ImageData:
         picture = await asyncio.to_thread(picture_file, done, *self.call.output)
@@ -273,54 +291,11 @@ def kept_file(request: Request, name: str) -> bytes:
     return data
 
 
-HERE = Path(__file__).parent
-IMAGES, EDITS = "/v1/images/generations", "/v1/images/edits"
-JSON, FORM = "application/json", "multipart/form-data"
-SCHEMAS = "#/components/schemas/{model}"
-PROBES = ("/livez", "/readyz", "/health")
-FORWARDED = {"proto": "https?", "host": r"[\w.:\[\]-]+", "prefix": PREFIX}  # X-Forwarded-*
-NO_KEY = "wrong or missing API key"
-STOPPING = 0.3  # seconds for the decode thread to end, once all its images are answered
-STALE = 120.0  # seconds without a heartbeat after which the loop is taken for dead
-HEADERS = {
-    "Content-Security-Policy": (
-        "default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; "
-        "base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
-    ),
-    "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
-}
-log = logging.getLogger("lantern_hpu.serve")
-# FastAPI's page loads its script and style from here
-DOCS_POLICY = (
-    "default-src 'self'; script-src 'unsafe-inline' https://cdn.jsdelivr.net; "
-    "style-src 'unsafe-inline' https://cdn.jsdelivr.net; "
-    "img-src 'self' data: https://fastapi.tiangolo.com; base-uri 'none'; frame-ancestors 'none'"
-)
 bearer = HTTPBearer(auto_error=False)
 
 
-class Keyed(APIRoute):
-    """A route for those who have the key, where there is one: no body of others is read."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The endpoint behind the key; raises an ApiError in front of it."""
-        handle = super().get_route_handler()
-
-        async def checked(request: Request) -> Response:
-            wanted, given = request.app.state.options.api_key, await bearer(request)
-            sent = given.credentials if given else ""
-            if wanted and not secrets.compare_digest(sent.encode(), wanted.encode()):
-                headers = {"WWW-Authenticate": "Bearer"}
-                raise ApiError(401, NO_KEY, None, "invalid_api_key", headers)
-            return await handle(request)
-
-        return checked
-
-
 router = APIRouter()
-keyed = APIRouter(route_class=Keyed, dependencies=[Security(bearer)])  # as the schema says it
-editing = APIRouter(route_class=Keyed, dependencies=[Security(bearer)])
+keyed = APIRouter(dependencies=[Security(bearer)])  # for the schema; `Guard` asks for the key
 
 
 class Guard:
@@ -356,8 +331,11 @@ class Guard:
         try:
             scope = as_public(scope, headers, scope["app"].state.options)
             scope["method"] = "GET" if asked == "HEAD" else asked
-            self.check(scope, headers)
-            body.allowed = allowed_body(scope) or body.allowed
+            check_source(scope, headers)
+            if allowed := allowed_body(scope):
+                check_kind(scope, headers, allowed.kind)
+                body.allowed = allowed
+            check_key(scope, headers)
             await self.app(scope, body.receive, answer)
         except ApiError as error:
             record.failed(error)
@@ -372,36 +350,53 @@ class Guard:
                     metrics.add("request_failure", 1, str(record.status))
                 record.write()
 
-    def check(self, scope: Scope, headers: Headers) -> None:
-        """Raise an ApiError where a request may hide another, or a foreign web page may have sent it through a browser.
 
-        Where two headers say how long a body is, a proxy may go by the other one. A name that is not ours may have been
-        pointed here (DNS rebinding), and what is not JSON a browser sends to any host without asking it first: a form
-        has to come from our own page, or from no page.
-        """
-        if "content-length" in headers and "transfer-encoding" in headers:
-            what = "Content-Length and Transfer-Encoding exclude each other; send one of them"
-            raise ApiError(400, what, None, "invalid_framing", {"Connection": "close"})
-        path, host = own_path(scope), ", ".join(headers.getlist("host"))
-        probe = path in PROBES and "host" not in headers  # of HTTP/1.0: a browser sends one
-        if not probe and not known_host(host, scope["app"].state.options.allow_host):
-            what = f"this server does not answer to the host {host[:100]!r}"
-            raise ApiError(403, f"{what}; allow_host names others", None, "unknown_host")
-        allowed = allowed_body(scope)
-        if allowed is None:
-            return
-        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        coding = headers.get("content-encoding", "identity").strip().lower()
-        if kind != allowed.kind or coding != "identity":
-            what = f"Content-Type is {kind[:60]!r}; send {allowed.kind}"
-            if coding != "identity":
-                what = f"Content-Encoding is {coding[:60]!r}; send the body as it is"
-            raise ApiError(415, what, None, "unsupported_media_type")
-        origin, site = headers.get("origin"), headers.get("sec-fetch-site", "none")
-        own = Headers(scope=scope).get("host", "").lower()  # as a proxy was asked for it
-        foreign = origin is not None and origin.partition("://")[2].lower() != own
-        if allowed.kind == FORM and (foreign or site not in ("same-origin", "none")):
-            raise ApiError(403, "a web page of another origin sent this", None, "cross_origin")
+def check_source(scope: Scope, headers: Headers) -> None:
+    """Raise an ApiError where a request may hide another, or has no name of this server.
+
+    Where two headers say how long a body is, a proxy may go by the other one. A name that is not ours may have been
+    pointed here (DNS rebinding).
+    """
+    if "content-length" in headers and "transfer-encoding" in headers:
+        what = "Content-Length and Transfer-Encoding exclude each other; send one of them"
+        raise ApiError(400, what, None, "invalid_framing", {"Connection": "close"})
+    host = ", ".join(headers.getlist("host"))
+    probe = own_path(scope) in PROBES and "host" not in headers  # HTTP/1.0: a browser sends one
+    if not probe and not known_host(host, scope["app"].state.options.allow_host):
+        what = f"this server does not answer to the host {host[:100]!r}; allow_host names others"
+        raise ApiError(403, what, None, "unknown_host")
+
+
+def check_kind(scope: Scope, headers: Headers, kind: str) -> None:
+    """Raise an ApiError for a body of another kind, or one that a foreign web page may have sent through a browser.
+
+    What is not JSON a browser sends to any host without asking it first: a form has to come from our own page, or
+    from no page.
+    """
+    sent = headers.get("content-type", "").partition(";")[0].strip().lower()
+    coding = headers.get("content-encoding", "identity").strip().lower()
+    if coding != "identity":
+        what = f"Content-Encoding is {coding[:60]!r}; send the body as it is"
+        raise ApiError(415, what, None, "unsupported_media_type")
+    if sent != kind:
+        what = f"Content-Type is {sent[:60]!r}; send {kind}"
+        raise ApiError(415, what, None, "unsupported_media_type")
+    origin, site = headers.get("origin"), headers.get("sec-fetch-site", "none")
+    own = Headers(scope=scope).get("host", "").lower()  # as a proxy was asked for it
+    foreign = origin is not None and origin.partition("://")[2].lower() != own
+    if kind == FORM and (foreign or site not in ("same-origin", "none")):
+        raise ApiError(403, "a web page of another origin sent this", None, "cross_origin")
+
+
+def check_key(scope: Scope, headers: Headers) -> None:
+    """Raise an ApiError without the key, where there is one: no body of others is read."""
+    path, wanted = own_path(scope), scope["app"].state.options.api_key
+    if wanted is None or not path.startswith("/v1/") or path.startswith(FILES):
+        return
+    scheme, _, sent = headers.get("authorization", "").partition(" ")
+    right = secrets.compare_digest(sent.strip().encode(), wanted.encode())
+    if scheme.lower() != "bearer" or not right:
+        raise ApiError(401, NO_KEY, None, "invalid_api_key", {"WWW-Authenticate": "Bearer"})
 
 
 def allowed_body(scope: Scope) -> AllowedBody | None:
@@ -495,7 +490,6 @@ def make_app(options: ServeOptions, load: Callable[[], DecodeThread]) -> FastAPI
     if options.sources:
         with needing("python-multipart", "it splits forms", "serve"):
             import python_multipart  # noqa: F401
-        app.include_router(editing)
     for each in (router, keyed):
         app.include_router(each)
     for place in sglang.PLACES if options.sglang else ():
@@ -520,6 +514,8 @@ def openapi(app: FastAPI) -> dict[str, Any]:
     events = [(protocol.PartialImage, "serialization"), (protocol.CompletedImage, "serialization")]
     if app.state.options.sources:
         events.append((protocol.EditsRequest, "validation"))
+    else:
+        made["paths"].pop(EDITS)
     schemas |= models_json_schema(events, ref_template=SCHEMAS)[1]["$defs"]  # type: ignore[arg-type]
     return made
 
@@ -624,7 +620,7 @@ async def one_model(name: str, decoder: TheDecoder) -> protocol.ModelCard:
     return next(card for card in (await models(decoder)).data if card.id == name)
 
 
-@router.get("/v1/images/files/{name}", response_class=Response)
+@router.get(FILES + "{name}", response_class=Response)
 async def image_file(name: str, request: Request) -> Response:
     """A picture that an answer has the address of. Who knows it needs no key, as browsers send none."""
     return Response(kept_file(request, name), media_type=f"image/{name.rpartition('.')[2]}")
@@ -709,7 +705,7 @@ async def generate_tokens(
 FORM_SCHEMA = {"schema": {"$ref": SCHEMAS.format(model="EditsRequest")}}
 
 
-@editing.post(
+@keyed.post(
     EDITS,
     response_model=protocol.ImagesResponse,
     responses=STREAMED | FAILURES,
@@ -717,13 +713,14 @@ FORM_SCHEMA = {"schema": {"$ref": SCHEMAS.format(model="EditsRequest")}}
 )
 async def edit_images(request: Request, decoder: TheDecoder) -> protocol.ImagesResponse | Response:
     """Draw images for a prompt and one or several pictures: a form with files `image`, or `image[]`."""
+    if not decoder.served.sources:
+        return await refuse_pictures(request)
     return await answer_call(await edits.read_edit(request, decoder), request, decoder)
 
 
-@keyed.post(EDITS, include_in_schema=False)
 @keyed.post("/v1/images/variations", include_in_schema=False)
 async def refuse_pictures(request: Request) -> Response:
-    """An error for what clients of OpenAI's API may ask for; edits come here where they are off."""
+    """An error for what clients of OpenAI's API may ask for, edits among it where they are off."""
     await edits.read_rest(request)
     asked = "edit images" if own_path(request.scope) == EDITS else "make variations"
     what = f"this server does not {asked}; it draws prompts: POST {drawing_place(request)}"
