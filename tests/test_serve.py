@@ -435,8 +435,8 @@ def test_images_go_on_while_the_pixels_of_one_are_made(
     want = pipeline("cat", num_images_per_prompt=12, seed=0, method="ar").images
     assert all(np.array_equal(heard[i].drawn.image, want[i]) for i in range(12))
     for event in heard.values():
-        stages = event.text + event.prefill + event.decode + event.pixels
-        assert 0 <= event.queue < 100 and event.pixels > 0 and stages > 0
+        stages = event.text_s + event.prefill_s + event.steps_s + event.decode_s
+        assert 0 <= event.queue_s < 100 and event.decode_s > 0 and stages > 0
 
 
 def test_draining_waits_for_pixels_and_what_is_left_is_answered(

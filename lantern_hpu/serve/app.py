@@ -90,7 +90,7 @@ class Record:
     def answered(self, images: Sequence[Done]) -> None:
         self.status = 200
         steps = [done.drawn.record.steps for done in images]
-        self.about["queue_s"] = round(max(done.queue for done in images), 4)
+        self.about["queue_s"] = round(max(done.queue_s for done in images), 4)
         self.about["steps"] = steps if len(steps) > 1 else steps[0]
 
     def failed(self, error: ApiError) -> None:
@@ -112,9 +112,8 @@ class ImageRequestHandler:
         self.record: Record = request.state.record
         loop, events = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Event]]()
 
-        def send(
-            index: int, event: Event
-        ) -> None:  # without `self`, whose pictures a cycle would keep
+        # Without `self`, whose pictures a cycle would keep
+        def send(index: int, event: Event) -> None:
             with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(events.put_nowait, (index, event))
 
@@ -250,13 +249,11 @@ class ImageRequestHandler:
         record = done.drawn.record
         drafts = METHODS[self.call.served.setting.method].drafts
         fields = protocol.ImageMetrics.model_fields
+        timed: dict[str, Any] = done._asdict()
+        seconds = {name: round(timed[name], 4) for name in timed if name != "drawn"}
         speculation = protocol.SpeculativeDecoding.of(record.steps, record.accepted_by_depth)
         return protocol.ImageMetrics(
-            queue_s=round(done.queue, 4),
-            text_s=round(done.text, 4),
-            prefill_s=round(done.prefill, 4),
-            steps_s=round(done.decode, 4),
-            decode_s=round(done.pixels, 4),
+            **seconds,
             **{name: getattr(record, name) for name in REPORTED if name in fields},
             speculative_decoding=speculation if drafts else None,
         )
@@ -280,15 +277,6 @@ def keep_file(request: Request, data: bytes, kind: str) -> str | None:
     while len(files) > KEPT_FILES:
         files.pop(next(iter(files)))
     return str(request.url_for("image_file", name=name))
-
-
-def kept_file(request: Request, name: str) -> bytes:
-    """A picture that an answer had the address of; raises an ApiError where it is not there, or not any more."""
-    found = (request.app.state.files or {}).get(name)
-    if found is None or time.monotonic() - found[0] > KEPT_SECONDS:
-        raise ApiError(404, "no such picture, or not any more", None, "not_found")
-    data: bytes = found[1]
-    return data
 
 
 bearer = HTTPBearer(auto_error=False)
@@ -623,7 +611,10 @@ async def one_model(name: str, decoder: TheDecoder) -> protocol.ModelCard:
 @router.get(FILES + "{name}", response_class=Response)
 async def image_file(name: str, request: Request) -> Response:
     """A picture that an answer has the address of. Who knows it needs no key, as browsers send none."""
-    return Response(kept_file(request, name), media_type=f"image/{name.rpartition('.')[2]}")
+    began, data = (request.app.state.files or {}).get(name, (-math.inf, b""))
+    if time.monotonic() - began > KEPT_SECONDS:
+        raise ApiError(404, "no such picture, or not any more", None, "not_found")
+    return Response(data, media_type=f"image/{name.rpartition('.')[2]}")
 
 
 @router.get("/", include_in_schema=False)

@@ -159,10 +159,6 @@ class EngineSlots:
     def room(self) -> int:
         return len(self.batch.free)
 
-    @property
-    def recompiles(self) -> int:
-        return self.engine.report().recompiles_after_warmup
-
     def admit(self, jobs: Sequence[Job]) -> None:
         """Begin jobs in free slots."""
         slots = self.batch.admit([job.request for job in jobs])
@@ -328,7 +324,7 @@ class DecodeThread:
         self.draining = False
         self.stopping = False
         self.failure: BaseException | None = None
-        self.watch()
+        self.metrics.watch(self.gauges())
 
     # Called by other threads
 
@@ -414,20 +410,23 @@ class DecodeThread:
         """About how many seconds until this many images have left the queue, by how long images took: at least one."""
         return max(1, math.ceil(places * self.image_s / self.options.slots))
 
-    def watch(self) -> None:
+    def gauges(self) -> dict[str, tuple[str, Callable[[], float]]]:
         """What `/metrics` reads when it is asked."""
-        queue, slots, watch = self.queue, self.options.slots, self.metrics.watch
         running = "Images in slots, and those whose pixels are not made yet"
-        watch("num_requests_running", running, lambda: self.running + self.unpainted)
-        watch("num_requests_waiting", "Images in the queue", lambda: queue.queued)
         pictures = "Pictures whose pixels are to be made, partial ones included"
-        watch("num_pictures_waiting", pictures, lambda: len(self.tasks.pixels.tasks))
         taken = "Slots taken, of those of a method's engine"
-        watch("slots_in_use_ratio", taken, lambda: self.running / slots)
-        more = "Captures that should not be", lambda: sum(s.recompiles for s in self.all_slots)
-        watch("recompiles_after_readiness", *more)
-        memory, backend = "Most bytes of device memory in use so far", self.pipeline.backend
-        watch("device_memory_peak_bytes", memory, lambda: backend.memory().peak or 0)
+        peak, memory = "Most bytes of device memory in use so far", self.pipeline.backend.memory
+        return {
+            "num_requests_running": (running, lambda: self.running + self.unpainted),
+            "num_requests_waiting": ("Images in the queue", lambda: self.queue.queued),
+            "num_pictures_waiting": (pictures, lambda: len(self.tasks.pixels.tasks)),
+            "slots_in_use_ratio": (taken, lambda: self.running / self.options.slots),
+            "recompiles_after_readiness": ("Captures that should not be", self.recompiles),
+            "device_memory_peak_bytes": (peak, lambda: memory().peak or 0),
+        }
+
+    def recompiles(self) -> int:
+        return sum(slots.engine.report().recompiles_after_warmup for slots in self.all_slots)
 
     # In the thread
 

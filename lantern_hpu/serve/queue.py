@@ -11,7 +11,7 @@ import secrets
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,6 +33,7 @@ from lantern_hpu.serve.protocol import ONE_SHAPE, ApiError, ServedModel, Shape, 
 with needing("prometheus_client", "the server counts with it", "serve"):
     from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+STAGES = ("text", "prefill", "decode", "pixels")
 SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 TV = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1)
 STEP = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
@@ -95,10 +96,11 @@ class Metrics:
         for name, value in values.items():
             self.add(name, value, setting.method)
 
-    def watch(self, name: str, about: str, value: Callable[[], float]) -> None:
-        """A gauge that is read when it is asked for."""
-        gauge = Gauge(f"lantern:{name}", about, ("model_name",), registry=self.registry)
-        gauge.labels(self.model).set_function(value)
+    def watch(self, gauges: Mapping[str, tuple[str, Callable[[], float]]]) -> None:
+        """Gauges that are read when they are asked for, by name: what each is, and its value."""
+        for name, (about, value) in gauges.items():
+            gauge = Gauge(f"lantern:{name}", about, ("model_name",), registry=self.registry)
+            gauge.labels(self.model).set_function(value)
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
@@ -118,14 +120,14 @@ class Partial(NamedTuple):
 
 
 class Done(NamedTuple):
-    """A picture, and the seconds it took."""
+    """A picture, and the seconds it took, under the names of `protocol.ImageMetrics`."""
 
     drawn: Drawn
-    queue: float  # waiting: for its text, for a slot, and for its pixels
-    text: float
-    prefill: float
-    decode: float  # the steps, shared with the other images of the batch
-    pixels: float
+    queue_s: float  # waiting: for its text, for a slot, and for its pixels
+    text_s: float
+    prefill_s: float
+    steps_s: float  # shared with the other images of the batch
+    decode_s: float  # from tokens to pixels
 
 
 Event = Partial | Done | ApiError
@@ -412,16 +414,16 @@ class ImageTasks:
             now = time.monotonic()
             done = Done(
                 drawn,
-                queue=job.admitted - job.queued - job.text + began - job.drawn,
-                text=job.text,
-                prefill=job.begun - job.admitted,
-                decode=job.drawn - job.begun,
-                pixels=now - began,
+                queue_s=job.admitted - job.queued - job.text + began - job.drawn,
+                text_s=job.text,
+                prefill_s=job.begun - job.admitted,
+                steps_s=job.drawn - job.begun,
+                decode_s=now - began,
             )
             self.metrics.count_image(self.served.methods[job.method].setting, record)
             self.metrics.add("e2e_request_latency_seconds", now - job.queued)
-            for stage in ("text", "prefill", "decode", "pixels"):
-                self.metrics.add(f"request_{stage}_time_seconds", getattr(done, stage))
+            for stage, seconds in zip(STAGES, done[2:], strict=True):
+                self.metrics.add(f"request_{stage}_time_seconds", seconds)
             self.queue.answer(job, done)
 
     def paint_partly(self, job: Job, tokens: NDArray[np.int64], known: int, steps: int) -> None:
