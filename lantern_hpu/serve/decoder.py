@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from lantern_hpu.core import ImageRecord, Request, Sampling
+from lantern_hpu.core import Request, Sampling
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.errors import Arg, CaptureError, DeviceError, OptionError, shell, words
@@ -290,6 +290,27 @@ def check_replay(pipeline: LanternPipeline, engine: Engine, request: Request) ->
 IDLE = 0.5  # seconds between two heartbeats where nothing is to be drawn
 
 
+def gauges_of(decoder: DecodeThread) -> dict[str, tuple[str, Callable[[], float]]]:
+    """What `/metrics` reads when it is asked."""
+    running = "Images in slots, and those whose pixels are not made yet"
+    pictures = "Pictures whose pixels are to be made, partial ones included"
+    taken = "Slots taken, of those of a method's engine"
+    peak, memory = "Most bytes of device memory in use so far", decoder.pipeline.backend.memory
+
+    def recompiles() -> int:
+        reports = (slots.engine.report() for slots in decoder.all_slots)
+        return sum(report.recompiles_after_warmup for report in reports)
+
+    return {
+        "num_requests_running": (running, lambda: decoder.running + decoder.unpainted),
+        "num_requests_waiting": ("Images in the queue", lambda: decoder.queue.queued),
+        "num_pictures_waiting": (pictures, lambda: len(decoder.tasks.pixels.tasks)),
+        "slots_in_use_ratio": (taken, lambda: decoder.running / decoder.options.slots),
+        "recompiles_after_readiness": ("Captures that should not be", recompiles),
+        "device_memory_peak_bytes": (peak, lambda: memory().peak or 0),
+    }
+
+
 def not_taking(decoder: DecodeThread) -> ApiError:
     """Why a decode thread takes no jobs."""
     what = "about to stop" if decoder.draining else "not ready yet"
@@ -324,7 +345,7 @@ class DecodeThread:
         self.draining = False
         self.stopping = False
         self.failure: BaseException | None = None
-        self.metrics.watch(self.gauges())
+        self.metrics.watch(gauges_of(self))
 
     # Called by other threads
 
@@ -364,7 +385,8 @@ class DecodeThread:
             places = queued + len(jobs) - most
             if places > 0:
                 what = f"{queued} images wait, {most} may"
-                headers = {"Retry-After": str(self.retry_after(places))}
+                seconds = math.ceil(places * self.image_s / self.options.slots)
+                headers = {"Retry-After": str(max(1, seconds))}
                 raise ApiError(429, what, None, "queue_full", headers)
             self.tasks.text.put(partial(self.tasks.read, jobs))  # begins once the lock is free
             self.queue.add(jobs)
@@ -405,28 +427,6 @@ class DecodeThread:
     def has_room(self) -> bool:
         """Whether images may begin: not where two batches of them wait for their pixels."""
         return self.unpainted < 2 * self.options.slots
-
-    def retry_after(self, places: int) -> int:
-        """About how many seconds until this many images have left the queue, by how long images took: at least one."""
-        return max(1, math.ceil(places * self.image_s / self.options.slots))
-
-    def gauges(self) -> dict[str, tuple[str, Callable[[], float]]]:
-        """What `/metrics` reads when it is asked."""
-        running = "Images in slots, and those whose pixels are not made yet"
-        pictures = "Pictures whose pixels are to be made, partial ones included"
-        taken = "Slots taken, of those of a method's engine"
-        peak, memory = "Most bytes of device memory in use so far", self.pipeline.backend.memory
-        return {
-            "num_requests_running": (running, lambda: self.running + self.unpainted),
-            "num_requests_waiting": ("Images in the queue", lambda: self.queue.queued),
-            "num_pictures_waiting": (pictures, lambda: len(self.tasks.pixels.tasks)),
-            "slots_in_use_ratio": (taken, lambda: self.running / self.options.slots),
-            "recompiles_after_readiness": ("Captures that should not be", self.recompiles),
-            "device_memory_peak_bytes": (peak, lambda: memory().peak or 0),
-        }
-
-    def recompiles(self) -> int:
-        return sum(slots.engine.report().recompiles_after_warmup for slots in self.all_slots)
 
     # In the thread
 
@@ -557,14 +557,11 @@ class DecodeThread:
             if self.queue.is_answered(job):
                 slots.leave(slot)
         for slot, record in batch.finished():
-            self.finish(slots, slots.jobs[slot], record)
+            job = slots.jobs[slot]
+            job.drawn = time.monotonic()
+            taken = job.drawn - job.admitted
+            self.image_s = 0.8 * self.image_s + 0.2 * taken if self.image_s else taken
+            self.tasks.pixels.put(partial(self.tasks.paint, job, record))
             del slots.jobs[slot]  # not before: what raises finds it
         for due in slots.due_previews():
             self.tasks.pixels.put(partial(self.tasks.paint_partly, *due))
-
-    def finish(self, slots: EngineSlots, job: Job, record: ImageRecord) -> None:
-        """Hand the tokens of an image on."""
-        job.drawn = time.monotonic()
-        taken = job.drawn - job.admitted
-        self.image_s = 0.8 * self.image_s + 0.2 * taken if self.image_s else taken
-        self.tasks.pixels.put(partial(self.tasks.paint, job, record))
