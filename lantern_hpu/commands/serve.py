@@ -25,7 +25,7 @@ KEYS = (
     *("served_model_name", "timeout", "shutdown_timeout", "keep_alive"),
     *("allow_host", "forwarded_allow_ips", "root_path"),
     *("upload_mib", "upload_timeout", "model_sampling"),
-    *("image_size", "neighbours", "keep_text", "kernels", "layout"),
+    *("image_size", "keep_text", "kernels", "layout"),
 )
 
 
