@@ -180,5 +180,5 @@ def test_the_small_form_keeps_what_is_given(tmp_path: Path) -> None:
     quick = evaluate_request(parse([*six, "--quick", "--output", "x"]))
     usual = evaluate_request(parse(["--output", "x"]))
     assert [str(setting) for setting in quick.settings] == ["ar", "lantern++"]
-    assert (quick.painted.images, quick.painted.panels, quick.options.rounds) == (80, 6, 50)
+    assert (quick.painted.images, quick.painted.panels, quick.rounds) == (80, 6, 50)
     assert quick.painted.fresh < usual.painted.fresh and quick.sampling == usual.sampling

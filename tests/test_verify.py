@@ -45,7 +45,7 @@ from lantern_lab.verify.items import (
     items_of,
     stages_of,
 )
-from lantern_lab.verify_page import verify_page
+from lantern_lab.verify.page import verify_page
 from tests.folder import write_folder
 from tests.marks import mostly_slow
 

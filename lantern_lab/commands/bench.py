@@ -43,6 +43,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--batch-sizes", help=sizes)
     add("--output", type=options.file_path, metavar="FILE.json")
     add("--force", action="store_true", help="replace an existing file")
+    parser.only_keys("threads")
     return parser
 
 

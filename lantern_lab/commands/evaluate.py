@@ -24,12 +24,7 @@ from lantern_hpu.core import Sampling
 from lantern_hpu.errors import Arg, OptionError, choices, exit_code, listed, words
 from lantern_hpu.models.files.names import PartOverrides
 from lantern_lab.evaluate.metrics import PUBLISHED
-from lantern_lab.evaluate.options import (
-    EvaluateOptions,
-    EvaluateRequest,
-    PaintedOptions,
-    folders_of,
-)
+from lantern_lab.evaluate.options import EvaluateRequest, PaintedOptions, folders_of
 from lantern_lab.evaluate.protocols import PRESETS, SCENES, SCENES_ROWS, Library, preset_of
 from lantern_lab.evaluate.sets import export
 
@@ -61,7 +56,7 @@ def make_parser() -> Parser:
     options.add_method_options(parser, f"the preset's; of {SCENES}: {SCENES_ROWS}")
     images = f"number of images, from the first prompts of the set (all if not set); for {SCENES}"
     add_fields(parser, PaintedOptions, num_images=images)
-    add_fields(parser, EvaluateOptions)
+    add_fields(parser, EvaluateRequest, "seed", "batch_size", "rounds", "places")
     small = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in QUICK.items())
     look = f"for {SCENES}: a first look, of {small}"
     add("--quick", action="store_true", default=None, help=look)
@@ -117,7 +112,7 @@ def evaluate_request(args: argparse.Namespace) -> EvaluateRequest:
         "settings": options.settings_of(args, rows),
         "library": library,
         "painted": from_args(PaintedOptions, args) if library is None else PaintedOptions(),
-        "options": from_args(EvaluateOptions, args, floor=not args.no_floor),
+        "floor": not args.no_floor,
         "sampling": given_fields(Sampling, args),
         "given": from_args(PartOverrides, args),
         "device": from_args(DeviceOptions, args),

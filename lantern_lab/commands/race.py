@@ -7,7 +7,6 @@ By default at LlamaGen-XL's sizes: the embedded model is widened to them once, a
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from contextlib import closing
@@ -29,13 +28,14 @@ SETTINGS = (
 )
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> options.Parser:
     about = "Draw one prompt with several settings, one after the other: a table, a GIF and a PNG of them side by side."
     parser = options.Parser("lantern-hpu race", description=about)
     options.add_fields(parser, RaceRequest)
     options.add_method_options(parser, SETTINGS)
     options.add_device_options(parser)
     options.add_fields(parser, DeviceOptions, "threads")
+    parser.only_keys("dtype", "graphs")
     return parser
 
 

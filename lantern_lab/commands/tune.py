@@ -42,6 +42,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_short_forms(parser)
     add_device_options(parser)
     add_fields(parser, DeviceOptions, "quantize")
+    parser.only_keys("text_encoder")
     return parser
 
 

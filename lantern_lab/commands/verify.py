@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from lantern_hpu.commands.options import Parser, add_fields, from_args
 from lantern_hpu.errors import exit_code
 from lantern_hpu.files import write_file
+from lantern_lab.verify.page import counts, verify_page, verify_summary
 from lantern_lab.verify.stages import VerifyRequest, resumed, verify
-from lantern_lab.verify_page import counts, verify_page, verify_summary
 
 
 def make_parser() -> argparse.ArgumentParser:

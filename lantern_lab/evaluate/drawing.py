@@ -60,9 +60,9 @@ class Column:
 
 def settings_columns(pipeline: LanternPipeline, request: EvaluateRequest) -> list[Column]:
     """What the settings come to with this model; and `ar` once more, for the floor."""
-    size = request.options.batch_size
+    size = request.batch_size
     result = [Column(str(setting), pipeline.resolve(setting, size)) for setting in request.settings]
-    first = [column for column in result if column.name == "ar" and request.options.floor]
+    first = [column for column in result if column.name == "ar" and request.floor]
     return result + [replace(column, name=AGAIN, shift=OTHER_SEEDS) for column in first]
 
 
@@ -249,14 +249,14 @@ def open_picture_worker(
     request: EvaluateRequest, items: Sequence[Item], sampling: Sampling
 ) -> Callable[[list[int]], list[Line]]:
     """What a worker does: the pictures of these numbers, all of one setting. -> their lines"""
-    device, options = request.device, request.options
+    device = request.device
     prepare(device.device, device.graphs)
     from lantern_hpu.pipeline import LanternPipeline
 
     pipeline = LanternPipeline.from_pretrained(request.model, given=request.given, **vars(device))
-    size, images = options.batch_size, len(items)
+    size, images = request.batch_size, len(items)
     wanted = settings_columns(pipeline, request)
-    drawing = Drawing(pipeline, items, sampling, options.seed, size, request.output)
+    drawing = Drawing(pipeline, items, sampling, request.seed, size, request.output)
 
     def draw_piece(numbers: list[int]) -> list[Line]:
         column = wanted[numbers[0] // images]

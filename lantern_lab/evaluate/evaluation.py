@@ -43,7 +43,6 @@ from lantern_lab.measure.fidelity import fidelity_rows, images_total
 from lantern_lab.measure.options import FidelityOptions
 from lantern_lab.measure.plots import in_style
 from lantern_lab.measure.reports import write_report
-from lantern_lab.pages import render_page
 
 SIDE_BY_SIDE = (
     "Workers drew the pictures, side by side: seconds an image are those of one of them, and the device named here is "
@@ -70,11 +69,10 @@ class Evaluation:
             about: the run, for reports.
         """
         self.pipeline, self.scorer, self.request, self.about = pipeline, scorer, request, about
-        self.settings, self.options, self.output = request.settings, request.options, request.output
-        self.sampling, options = pipeline.model.sampling, self.options
-        size = options.batch_size
+        self.settings, self.output = request.settings, request.output
+        self.sampling, size = pipeline.model.sampling, request.batch_size
         self.drawing = Drawing(
-            pipeline, scorer.items, self.sampling, options.seed, size, self.output
+            pipeline, scorer.items, self.sampling, request.seed, size, self.output
         )
         self.columns = settings_columns(pipeline, request)
 
@@ -98,10 +96,12 @@ class Evaluation:
         ]
         for name, files in outside.items():
             rows.append(
-                quality_row(self.scorer, self.options.rounds, name, f"folder-{name}", files)
+                quality_row(self.scorer, self.request.rounds, name, f"folder-{name}", files)
             )
+        names = ("batch_size", "rounds", "places", "floor")
+        sizes = {name: getattr(request, name) for name in names}
         rows = compare_with_ar(rows, next((row for row in rows if row.name == AGAIN), None))
-        return self.write(identity | asdict(self.options), rows)
+        return self.write(identity | sizes, rows)
 
     def identity(self) -> dict[str, Any]:
         """What must be the same for a run to go on."""
@@ -111,7 +111,7 @@ class Evaluation:
             "weights": self.pipeline.model.files,
             "prompts": digest(self.scorer.items),
             "sampling": asdict(self.sampling),
-            "seed": self.options.seed,
+            "seed": self.request.seed,
         }
 
     def outside(self, folder: Path) -> list[Path]:
@@ -136,14 +136,14 @@ class Evaluation:
         pictures = self.drawing.folder_of(column)
         lines, files = pictures.drawn(), list(pictures.places.values())
         paces = pace([lines[item.id] for item in self.scorer.items])
-        row = quality_row(self.scorer, self.options.rounds, column.name, column.slug, files, paces)
+        row = quality_row(self.scorer, self.request.rounds, column.name, column.slug, files, paces)
         return replace(row, about=column.about(), extra={**row.extra, **extra})
 
     def fidelity(self) -> dict[str, dict[str, Any]]:
         """By setting, how far it moves the distribution of the next token."""
-        if not self.options.places:
+        if not self.request.places:
             return {}
-        chosen = self.options
+        chosen = self.request
         options = FidelityOptions(chosen.places, draws=64, timed=1, seed=chosen.seed)
         file = self.output / "fidelity.json"
         key = json.loads(json.dumps([asdict(options), asdict(self.sampling)]))
@@ -162,13 +162,13 @@ class Evaluation:
 
     def write(self, settings: Mapping[str, Any], rows: Sequence[QualityRow]) -> str:
         """All files of the result; returns the table."""
-        baselines = self.scorer.baselines(self.options.rounds)
+        baselines = self.scorer.baselines(self.request.rounds)
         everything, metrics = [*rows, *baselines], self.scorer.metrics
         about = {
             **self.about,
-            "protocol": f"{self.scorer.protocol()} {self.options.batch_size} images a batch.",
+            "protocol": f"{self.scorer.protocol()} {self.request.batch_size} images a batch.",
             "notes": [
-                f"± is half of a 95 % interval: bootstrap over pictures, {self.options.rounds} rounds at most.",
+                f"± is half of a 95 % interval: bootstrap over pictures, {self.request.rounds} rounds at most.",
                 f"{NOISE}: no farther from `ar` than `ar` with other seeds is, or the interval of the difference "
                 "holds 0.",
                 *self.scorer.notes(),
@@ -191,7 +191,16 @@ class Evaluation:
             files["tokens-tv.png"] = plot(metered, [], [STEPS, SECONDS], SPENT)
         table = quality_table(everything, metrics)
         names = [name.removesuffix(".png") for name in files]
-        page = render_page("evaluation.md", about=about, table=table, plots=names)
+        page = "\n\n".join(
+            [
+                f"# What a method costs in pictures: {about['model']}",
+                str(about["protocol"]),
+                table.markdown(),
+                "\n".join(f"- {note}" for note in about["notes"]),
+                *(f"![{name}]({name}.png)" for name in names),
+                f"Made on {about['date']} with `{about['command']}`\n",
+            ]
+        )
         write_report(self.output / "evaluation.json", document, force=True)
         for name, data in {**files, "evaluation.md": page.encode()}.items():
             write_file(self.output / name, data, force=True)

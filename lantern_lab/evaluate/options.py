@@ -23,29 +23,6 @@ EXPORTED = (
 
 
 @dataclass(frozen=True)
-class EvaluateOptions:
-    """What is drawn and how it is scored, in every protocol.
-
-    Attributes:
-        floor: draw `ar` with a second set of seeds.
-    """
-
-    seed: int = option(0, "seed of the first image", low=0)
-    batch_size: int = option(8, "images per batch", low=1)
-    rounds: int = option(200, "bootstrap samples", low=2)
-    places: int = option(
-        0,
-        "positions at which to measure the next-token distribution, as `fidelity` does",
-        low=0,
-        marks={0: "none"},
-    )
-    floor: bool = True
-
-    def __post_init__(self) -> None:
-        check_ranges(self)
-
-
-@dataclass(frozen=True)
 class PaintedOptions:
     """Pictures of the embedded model's protocol; a Frechet distance of 64 features needs more than 64."""
 
@@ -69,19 +46,28 @@ class EvaluateRequest:
         library: of a protocol of the literature; None is the embedded model's, of which `painted` says how much.
         sampling: in place of the protocol's and the model's.
         images: of the set's first prompts; None is all.
-        folders: pictures drawn elsewhere, by the names of their rows.
+        folders: pictures drawn elsewhere, by the names of their rows. floor: draw `ar` with a second set of seeds.
     """
 
     output: Path
     settings: Sequence[Setting]
     library: Library | None = None
     painted: PaintedOptions = field(default_factory=PaintedOptions)
-    options: EvaluateOptions = field(default_factory=EvaluateOptions)
     sampling: Mapping[str, Any] = field(default_factory=dict)
     given: PartOverrides = field(default_factory=PartOverrides)
     device: DeviceOptions = field(default_factory=DeviceOptions)
     folders: Mapping[str, Path] = field(default_factory=dict)
+    floor: bool = True
     images: int | None = option(None, "", name="num_images")
+    seed: int = option(0, "seed of the first image", low=0)
+    batch_size: int = option(8, "images per batch", low=1)
+    rounds: int = option(200, "bootstrap samples", low=2)
+    places: int = option(
+        0,
+        "positions at which to measure the next-token distribution, as `fidelity` does",
+        low=0,
+        marks={0: "none"},
+    )
     model: str = option("builtin", "model name, Hub id, folder or weights file")
     workers: int | None = option(
         None,
@@ -103,7 +89,7 @@ class EvaluateRequest:
             hint = words(Arg("prompts", "geneval"), ", dpg or t2i-compbench")
             raise OptionError(words(Arg("export"), "needs the prompts of a benchmark"), hint=hint)
         tuned = any(setting.tree == AUTO for setting in self.settings)
-        if self.workers is not None and (self.options.places or tuned):
+        if self.workers is not None and (self.places or tuned):
             what = words(Arg("workers"), "excludes", Arg("places"), "and", Arg("tree", AUTO))
             hint = words(
                 "the same command without", Arg("workers"), "continues with what was drawn"

@@ -50,10 +50,9 @@ from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.prompts import read_prompts
 from lantern_hpu.tree import load_static
 from lantern_hpu.zoo.cards import MEASURED, Subject, drafter_card, write_card
-from lantern_lab.train.acceptance_counts import Profile, profile
+from lantern_lab.train.checks import check_wiring, profile
 from lantern_lab.train.options import TrainRequest
 from lantern_lab.train.unroll import Lesson, Samples, Unrolled, draw_samples, read_encoded, split
-from lantern_lab.train.wiring import check_wiring
 
 SAVE_EVERY = 50  # steps between two checkpoints
 AVERAGE = 0.99  # decay of the weights' moving average, which is what is measured and kept
@@ -241,7 +240,7 @@ class DrafterTraining:
             total += len(prompts) * overlaps.float().cpu()
         return (total / len(held.prompts)).tolist()
 
-    def drawn(self, method: str) -> Profile:
+    def drawn(self, method: str) -> dict[str, Any]:
         """Held-out images drawn with the averaged weights, the default tree, and a method's own relaxation."""
         model, options, held = self.pipeline.model, self.options, self.held_out
         relaxation = (METHODS[method].relaxation or EXACT).fit(model.codes)
@@ -338,7 +337,7 @@ class DrafterTraining:
             "samples": len(self.samples.prompts),
             "held_out_prompts": len(set(self.held_out.prompts)),
             "overlaps": self.overlaps(),
-            **{method: self.drawn(method).as_json() for method in methods},
+            **{method: self.drawn(method) for method in methods},
             "curve": self.progress.curve,
         }
         self.write("report.json", json.dumps(report, indent=1).encode())

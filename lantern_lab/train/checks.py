@@ -1,4 +1,4 @@
-"""A check before hours of training: the target as its own drafter must have every draft accepted.
+"""Before hours of training, that the target as its own drafter has every draft accepted; after them, which drafts were.
 
 A wrong shift of tokens, wrong positions or masks, or guidance in one place only fail it. Features that a drafter reads
 are not checked, since the target needs none; `tests/test_models.py` and `tests/test_train.py` compare those with a slow
@@ -8,11 +8,16 @@ twin.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lantern_hpu.core import Request
+from lantern_hpu.decode.batch import Encode
+from lantern_hpu.decode.engine import Engine
 from lantern_hpu.decode.state import DecodeState
 from lantern_hpu.errors import WeightsError
 from lantern_hpu.models.transformer import Drafter, Target
@@ -74,3 +79,37 @@ def check_wiring(pipeline: LanternPipeline, prompt: str, seed: int = 0) -> str:
         why = f"drafting for itself it needs {more} steps more than it should"
         raise WeightsError("the target and the decoder do not fit", why, "check the model folder")
     return f"{more} steps more than the fewest" if more else "all of its drafts accepted"
+
+
+@torch.no_grad()
+def profile(engine: Engine, encode: Encode, requests: Sequence[Request]) -> dict[str, Any]:
+    """Draw these images uncaptured, with the static tree of the engine's spec, and count which drafts are accepted.
+
+    Returns `tried` [D], walks that reached a node with children at each depth; `accepted` [D][C], how often the child
+    of each rank was accepted there; `by_depth` [D], the share accepted.
+    """
+    tree, size, total = engine.spec.tree, engine.spec.images, engine.target.config.tokens
+    assert isinstance(tree, DraftTree)
+    tried = np.zeros(tree.depth, np.int64)
+    accepted = np.zeros((tree.depth, tree.max_children), np.int64)
+    steps = 0
+    for start in range(0, len(requests), size):
+        batch = list(requests[start : start + size])
+        padded = batch + batch[-1:] * (size - len(batch))
+        for step in engine.trace(encode(padded), padded):
+            ends = list(zip(step.accepted.node.tolist(), step.before, strict=True))
+            for node, known in ends[: len(batch)]:
+                steps += known < total
+                path = tree.paths[node]
+                # An image that lacks fewer tokens than the tree is deep counts no more than these
+                for depth in range(min(len(path) + 1, total - known, tree.depth)):
+                    tried[depth] += bool(tree.children[tree.ids[path[:depth]]])
+                    if depth < len(path):
+                        accepted[depth, path[depth]] += 1
+    return {
+        "tree": tree.name,
+        "tokens_per_step": len(requests) * (total - 1) / steps,
+        "tried": tried.tolist(),
+        "accepted": accepted.tolist(),
+        "by_depth": (accepted.sum(1) / tried.clip(min=1)).tolist(),
+    }
