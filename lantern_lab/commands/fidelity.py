@@ -53,7 +53,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_fields(parser, FidelityOptions)
     parser.add_argument("--output", type=file_path, default=None, metavar="FILE.json")
     parser.add_argument("--force", action="store_true", help="replace an existing file")
-    parser.only_keys("draws", "seed")
+    parser.only_keys("seed")
     return parser
 
 
