@@ -84,7 +84,7 @@ REFUSED = (
     (LUMINA, "", "--text-encoder {public}/emu3", "is not Chameleon's"),
     (LUMINA, "", "--negative-prompt dog", "--negative-prompt cannot be used"),
     (LUMINA2, "-model-00002-of-00002.safetensors", "", "files are missing in"),
-    (LUMINA2, "-movqgan_270M.ckpt", "", "Lumina-mGPT 2.0: movqgan_270M.ckpt"),
+    (LUMINA2, "-movqgan_270M.ckpt", "", "--vq; movqgan_270M.ckpt"),
     (LUMINA2, "-tokenizer.json", "", "holds no tokenizer.json"),
     (LUMINA2, "", "--text-encoder {public}/lumina-mgpt", "2.0's: <|endoftext|> is missing"),
     (LUMINA2, "", "--text-encoder {public}/emu3", "2.0's: <reserved08706> is missing"),

@@ -1,20 +1,17 @@
-"""The checkpoint families that load as they were published: one file a family."""
+"""The checkpoint families that load as they were published: a family is an entry."""
 
 from __future__ import annotations
 
 from lantern_hpu.errors import WeightsError, shell
 from lantern_hpu.files import some_names
-from lantern_hpu.models.families import llamagen
+from lantern_hpu.models.families import chameleon, glm_image, llama, llamagen
 from lantern_hpu.models.families.base import Family, Files
-from lantern_hpu.models.families.chameleon import CHAMELEON, LUMINA, LUMINA2, LUMINA_OMNI
-from lantern_hpu.models.families.glm_image import GLM_IMAGE
-from lantern_hpu.models.families.llama import EMU3, EMU35, JANUS, MAMMOTHMODA2, SIMPLEAR, U0
 
-# In this order: Lumina-mGPT has Chameleon's tensors, and one of its models is known by name alone
 FAMILIES: tuple[Family, ...] = (
-    *(LUMINA_OMNI, LUMINA, LUMINA2, CHAMELEON, EMU3, EMU35, U0, GLM_IMAGE),
-    *(JANUS, SIMPLEAR, MAMMOTHMODA2),
-    *(llamagen.CLASS, llamagen.TEXT),
+    *chameleon.FAMILIES,
+    *llama.FAMILIES,
+    *glm_image.FAMILIES,
+    *llamagen.FAMILIES,
 )
 # Models that do not load, by the rows of their tables
 RELATIVES = {

@@ -193,6 +193,7 @@ class Family:
     model: str = "model."  # before the names of the network's tensors
     reads: tuple[str, ...] = ()  # what names of tensors that are read begin with; empty: all
     ignored: tuple[str, ...] = (COMPUTED,)  # in names of tensors that are not needed
+    vq: str = ""  # the published file of its image tokenizer, where that is one of its own
     tokenizer: str = ""  # before names of the image tokenizer's tensors, where the file holds it
     normalized_codes: bool = False  # whether codes are used at length 1
     codebook: str = ""  # the codes' vectors, where no tokenizer is published
@@ -337,32 +338,26 @@ def unknown_format(checkpoint: Checkpoint, why: str) -> NoReturn:
     raise WeightsError(f"{checkpoint.path} is of an unknown format", why, hint)
 
 
-def check_known(checkpoint: Checkpoint, *settings: tuple[str, Any, Any]) -> None:
-    """Raise a WeightsError unless each setting, a name and a value, has the value that is known, or one of several."""
-    for name, value, known in settings:
-        allowed = known if isinstance(known, tuple) else (known,)
-        if value not in allowed:
-            known_values = " or ".join(map(str, allowed))
-            unknown_format(checkpoint, f"{name} is {value}, where {known_values} is known")
-
-
-def check_keys(checkpoint: Checkpoint, hf_config: Keys, keys: Keys) -> None:
-    """Raise a WeightsError unless each key that config.json has is of the value that is known.
+def check_keys(checkpoint: Checkpoint, stated: Keys, known: Keys) -> None:
+    """Raise a WeightsError unless each key that is stated has the value that is known, or one of several.
 
     A section of several, as of rotary positions by the kind of a layer, is of none that is known.
     """
-    for name, known in keys.items():
-        value: Any = hf_config
+    for name, wanted in known.items():
+        value: Any = stated
         for part in name.split("."):
             if not isinstance(value, Mapping):
                 break  # a section that is none
-            if part in ("rope_type", "type"):
-                several = [kind for kind, one in value.items() if isinstance(one, Mapping)]
+            several = [kind for kind, one in value.items() if isinstance(one, Mapping)]
+            if part in ("rope_type", "type") and several:
                 section = name.rpartition(".")[0]
-                check_known(checkpoint, (section, several or "one", "one"))
+                unknown_format(checkpoint, f"{section} is {several}, where one is known")
             value = value.get(part)
-        values = value if isinstance(value, list) else [value]
-        check_known(checkpoint, *((name, each, known) for each in values if each is not None))
+        allowed = wanted if isinstance(wanted, tuple) else (wanted,)
+        for each in value if isinstance(value, list) else [value]:
+            if each is not None and each not in allowed:
+                values = " or ".join(map(str, allowed))
+                unknown_format(checkpoint, f"{name} is {each}, where {values} is known")
 
 
 def check_sizes(checkpoint: Checkpoint, hf_config: Keys, config: TransformerConfig) -> None:

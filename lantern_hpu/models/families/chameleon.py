@@ -100,6 +100,7 @@ CHAMELEON = Family(
     also=lambda files: len(norm_shape(files)) == 2,
     frame="anole",
     ignored=(COMPUTED, "vocabulary_mapping"),
+    vq="vqgan.ckpt",
     tokenizer="model.vqmodel.",  # of the stock model an encoder alone, which is not read
     keys={**LLAMA, "swin_norm": (False, True)},
     sizes={"grid": (32, 32), "top_p_first": True},
@@ -164,6 +165,7 @@ LUMINA2 = replace(
     name="lumina2",
     sampling=Sampling(4.0, 1.0, 4096, 1.0),
     rows=171385,
+    vq="movqgan_270M.ckpt",
     also=lambda _: True,
     frame="lumina2",
     sizes={
@@ -173,3 +175,5 @@ LUMINA2 = replace(
     },
     config=lumina2_config,
 )
+# In this order: Lumina-mGPT has Chameleon's tensors, and one of its models is known by name alone
+FAMILIES = (LUMINA_OMNI, LUMINA, LUMINA2, CHAMELEON)

@@ -25,7 +25,6 @@ from lantern_hpu.models.families.base import (
     Family,
     Files,
     check_keys,
-    check_known,
     llama_config,
     llama_recipe,
 )
@@ -69,11 +68,8 @@ def glm_image_config(family: Family, files: Files) -> TransformerConfig:
     rope = text["rope_parameters"]
     codes = int(files.hf_config["vq_config"]["num_embeddings"])
     vocabulary = checkpoint.shapes[HEAD][0]
-    check_known(
-        checkpoint,
-        ("image_start_token_id", int(files.hf_config["image_start_token_id"]), codes),
-        ("text_config.vision_vocab_size", text.get("vision_vocab_size", vocabulary), vocabulary),
-    )
+    sizes = {"image_start_token_id": codes, "text_config.vision_vocab_size": vocabulary}
+    check_keys(checkpoint, files.hf_config, sizes)
     head_dim = checkpoint.shapes[HEAD][1] // int(text["num_attention_heads"])
     positions = int(text["max_position_embeddings"])
     rotated = float(rope.get("partial_rotary_factor", 1.0))
@@ -224,3 +220,4 @@ GLM_IMAGE = Family(
     diffusion=True,
     vision=vision_tower,
 )
+FAMILIES = (GLM_IMAGE,)

@@ -17,11 +17,12 @@ from lantern_hpu.models.families.base import (
     QWEN2,
     Family,
     Files,
-    check_known,
+    check_keys,
     check_trained,
     llama_config,
     llama_recipe,
     square,
+    unknown_format,
 )
 from lantern_hpu.models.files.checkpoint import Checkpoint, Source
 from lantern_hpu.models.files.names import CODE_PIXELS
@@ -69,6 +70,7 @@ EMU3 = Family(
     Sampling(3.0, 1.0, 2048, 1.0),
     rows=184622,
     frame="emu3",
+    vq="BAAI/Emu3-VisionTokenizer",
     rename=(
         (r"^(model\.text_model\.|text_model\.model\.)", "model."),
         (r"^text_model\.lm_head\.", "lm_head."),
@@ -86,6 +88,7 @@ EMU35 = Family(
     rows=282926,
     also=lambda files: not is_u0(files),
     frame="emu3.5",
+    vq="BAAI/Emu3.5-VisionTokenizer",
     sizes={
         "rope_base": 1e6,
         "qk_norm": "rms",
@@ -199,6 +202,7 @@ SIMPLEAR = Family(
     Sampling(6.0, 1.0, 0, 1.0),
     marker="q_proj.bias",
     rows=215672,  # a plain Qwen2 has others
+    vq="decoder.jit",
     frame="simplear",
     keys=QWEN2,
     head_dim=64,  # of the 0.5B
@@ -228,16 +232,16 @@ def mammothmoda2_config(family: Family, files: Files) -> TransformerConfig:
     moe_type = str(text.get("moe_type", "ffn"))
     moe = re.fullmatch(rf"ffn(?:-(\d+):{layers})?", moe_type)
     words, images = (files.checkpoint.shapes.get(name, (0,))[0] for name in TABLES)
-    kind = files.hf_config["llm_config"].get("model_type")
-    check_known(
-        files.checkpoint,
-        ("llm_config.model_type", kind, KIND),
-        ("the table of words", words, WORDS),
-        ("the table of image tokens", images, IMAGE_TOKENS),
-        ("text_config.gen_vocab_start_index", text.get("gen_vocab_start_index") or WORDS, WORDS),
-        ("text_config.moe_type", moe_type, moe_type if moe else f"ffn-N:{layers}"),
-    )
-    assert moe is not None
+    if moe is None:
+        unknown_format(files.checkpoint, f"moe_type is {moe_type}, where ffn-N:{layers} is known")
+    tables = {"the table of words": words, "the table of image tokens": images}
+    known = {
+        "llm_config.model_type": KIND,
+        "llm_config.text_config.gen_vocab_start_index": (0, WORDS),
+        "the table of words": WORDS,
+        "the table of image tokens": IMAGE_TOKENS,
+    }
+    check_keys(files.checkpoint, files.hf_config | tables, known)
     return llama_config(family, files, word_layers=layers - int(moe[1] or 0))
 
 
@@ -290,3 +294,4 @@ MAMMOTHMODA2 = Family(
     generation="t2i_generation_config.json",
     states=True,
 )
+FAMILIES = (EMU3, EMU35, U0, JANUS, SIMPLEAR, MAMMOTHMODA2)

@@ -168,6 +168,7 @@ CLASS = Family(
     rename=((r"^(model\.)+", ""),),
     # Buffers that some files hold and that are computed here
     ignored=("freqs_cis", "causal_mask", "rotary_emb.inv_freq"),
+    vq="vq_ds16_*.pt",
     normalized_codes=True,
     config=llamagen_config,
     recipe=llamagen_recipe,
@@ -180,3 +181,4 @@ TEXT = replace(
     marker="cls_embedding.",
     condition=captions_of,
 )
+FAMILIES = (CLASS, TEXT)

@@ -86,12 +86,6 @@ from lantern_hpu.models.transformer import Drafter, Target
 from lantern_hpu.models.vq import Tokenizer, VQModel
 from lantern_hpu.ops.quantized import quantized_layer, replace_layers
 
-VQ_MISSING = words(
-    "the VQ tokenizer (given by",
-    Arg("vq"),
-    "; LlamaGen: vq_ds16_*.pt; Anole: vqgan.ckpt; SimpleAR: decoder.jit; "
-    "Lumina-mGPT 2.0: movqgan_270M.ckpt; Emu3.5 and U0: BAAI/Emu3.5-VisionTokenizer)",
-)
 DIFFUSION_MISSING = words(
     "the diffusion model (in the whole pipeline's folder;", Arg("save_tokens"), "needs none)"
 )
@@ -268,8 +262,9 @@ def open_published(parts: Parts) -> OpenedModel:
         published = family.read(files)
     config, vq = published.config, None
     tokenizer = open_checkpoint(parts.vq) if parts.vq else published.tokenizer
+    vq_missing = words("the VQ tokenizer (given by", Arg("vq"), f"; {family.vq})")
     absent = {
-        "vq": (tokenizer is None and not (family.diffusion or family.states), VQ_MISSING),
+        "vq": (tokenizer is None and not (family.diffusion or family.states), vq_missing),
         "pixels": (family.diffusion and parts.pixels is None, DIFFUSION_MISSING),
         "text": (config.condition.kind == "t5" and parts.text is None, TEXT_MISSING),
     }

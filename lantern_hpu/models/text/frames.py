@@ -146,6 +146,7 @@ class Frame:
         for name, want in entry.checked(config.codes).items():
             self.check_token(name, want)
         self.id = {name: self.check_token(name, want) for name, want in entry.control.items()}
+        self.first = self.first_token()
         self.before = self.tokens(entry.before)
         *_, ending = entry.text.partition("{prompt}")
         self.closing = words(ending) if ending else []
@@ -181,6 +182,7 @@ class Frame:
         width = self.entry.pixels * columns
         small_rows, small_columns = self.config.preview_grid
         return {
+            "first": self.first,
             **{"rows": rows, "columns": columns, "height": height, "width": width},
             **{"small_rows": small_rows, "small_columns": small_columns},
             "height_token": f"{8800 + height // SIZE_STEP:05d}",
@@ -199,29 +201,30 @@ class Frame:
             elif isinstance(piece, int):
                 found.append(piece)
             elif isinstance(piece, Token):
-                found.append(self.token(piece, values))
+                found.append(self.token(piece.format(**values)))
             else:
                 found += self.words(piece.format(**values))
         return found
 
-    def token(self, name: str, values: Mapping[str, Any]) -> int:
-        if name == FIRST:
-            return self.first_token()
-        result = self.vocabulary.get(name.format(**values))
+    def token(self, name: str) -> int:
+        result = self.vocabulary.get(name)
         if result is None:
-            what = f"no {self.entry.family} draws {values['height']} x {values['width']} pixels"
-            raise OptionError(what, f"{name.format(**values)} is no token of it")
+            rows, columns = self.config.grid
+            what = f"no {self.entry.family} draws {rows} x {columns} codes"
+            raise OptionError(what, f"{name} is no token of it")
         return result
 
-    def first_token(self) -> int:
+    def first_token(self) -> str:
         """What the tokenizer begins a text with, or else ends it, by its settings."""
-        end = next(iter(self.entry.control))
+        end = next(iter(self.entry.control), "")
         file = self.where / self.entry.settings
         if not file.is_file():
-            return self.id[end]
+            return end
         with reading(file) as settings:
             named = settings.get("bos_token") or settings.get("eos_token") or end
-            return self.vocabulary[named["content"] if isinstance(named, dict) else named]
+            name = str(named["content"] if isinstance(named, dict) else named)
+        self.check_token(name, None)
+        return name
 
     @property
     def room(self) -> int:
@@ -341,7 +344,6 @@ def chameleon_codes(codes: int) -> dict[str, int]:
 # Digits and the sign between them, which say a picture's size
 QWEN_DIGITS = {"*": 9, **{str(digit): 15 + digit for digit in range(10)}}
 QWEN = "Qwen2.5's: Qwen/Qwen2.5-7B-Instruct"
-FIRST = Token("first by the tokenizer's settings")
 SIZE = (Token("<reserved{height_token}>"), Token("<reserved{width_token}>"))
 SENTENCE = "Generate an image of {width}x{height} according to the following prompt:\n{prompt}"
 
@@ -387,7 +389,7 @@ FRAMES: dict[str, FrameConfig] = {
     ),
     "lumina2": FrameConfig(
         family="Lumina-mGPT 2.0",
-        before=(FIRST,),
+        before=(Token("{first}"),),
         text=SENTENCE,
         after=(Token("<reserved08706>"), 151665, *SIZE),
         without=(151665, *SIZE),
