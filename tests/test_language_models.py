@@ -344,37 +344,6 @@ def test_drafters_of_other_targets_are_refused(
 # ------------------------------------------------------------------------------------ Emu3-Gen
 
 
-def allowed_by_emu3(start: int) -> Any:
-    """The authors' rule of what may come next: rows of eight codes, each closed by 151846."""
-    codes = list(range(151854, 184622))
-
-    def allowed(batch: int, ids: Tensor) -> list[int]:
-        return [151846] if (len(ids) - start + 1) % 9 == 0 else codes
-
-    return allowed
-
-
-@pytest.mark.slow
-def test_emu3_draws_what_transformers_draws(public: Path) -> None:
-    """transformers' generation with its own guidance and the authors' rule, each prompt alone; ours in one batch."""
-    import transformers
-
-    guide: Any = transformers.UnbatchedClassifierFreeGuidanceLogitsProcessor
-    rule: Any = transformers.PrefixConstrainedLogitsProcessor
-    model, tokenizer = emu3(public / EMU3)
-    mine = greedy(public / EMU3, PROMPTS, 3.0)
-    assert mine.shape == (3, 72) and len(mine.unique()) > 8
-    for prompt, tokens in zip(PROMPTS, mine, strict=True):
-        ids = emu3_ids(tokenizer, prompt + PRAISE)
-        processors = [
-            guide(3.0, model, unconditional_ids=emu3_ids(tokenizer, NEGATIVE)),
-            rule(allowed_by_emu3(ids.shape[1]), 1),
-        ]
-        found = model.generate(ids, max_new_tokens=72, do_sample=False, logits_processor=processors)
-        want = found[0, ids.shape[1] :]
-        assert torch.equal(torch.where(tokens == 32768, 151846, tokens + 151854), want)
-
-
 @torch.no_grad()
 def test_emu3_decodes_codes_as_transformers_does(public: Path) -> None:
     """The first of four frames; the others are never computed here."""

@@ -158,23 +158,25 @@ def test_features_are_those_of_transformers_with_pads_on_the_left(
     assert condition.valid.sum(-1).tolist() == [4, 6, 2, PREFIX]  # words and the end mark
 
 
-def test_features_come_in_the_asked_dtype(folder: Path) -> None:
-    full = conditioner(folder).encode(PROMPTS).features
-    half = conditioner(folder, dtype=torch.bfloat16).encode(PROMPTS).features
-    assert half.dtype == torch.bfloat16
-    assert torch.allclose(half.float(), full, rtol=0.1, atol=0.1)
-
-
 def same(a: TextFeatures, b: TextFeatures) -> bool:
     return torch.equal(a.features, b.features) and torch.equal(a.valid, b.valid)
 
 
-def test_where_the_encoder_stays_does_not_change_features(folder: Path) -> None:
+def test_features_depend_on_the_number_format_alone(folder: Path, tmp_path: Path) -> None:
+    """Not on where the encoder stays, nor on the container of its weights."""
     expected = conditioner(folder).encode(PROMPTS)
+    half = conditioner(folder, dtype=torch.bfloat16).encode(PROMPTS).features
+    assert half.dtype == torch.bfloat16
+    assert torch.allclose(half.float(), expected.features, rtol=0.1, atol=0.1)
     for keep in ("device", "host", "free"):
         text = conditioner(folder, keep)
         assert same(text.encode(PROMPTS), expected)
         text.encode(["a table"])  # the encoder is asked for again
+    for name in SMALL:
+        shutil.copy(folder / name, tmp_path)
+    weights = T5EncoderModel.from_pretrained(folder, local_files_only=True).state_dict()
+    torch.save(weights, tmp_path / "pytorch_model.bin")
+    assert same(conditioner(tmp_path).encode(PROMPTS), expected)
 
 
 @pytest.mark.parametrize(("keep", "stays"), [("device", True), ("host", True), ("free", False)])
@@ -251,40 +253,22 @@ def test_tokens_of_a_text_are_split_once(monkeypatch: pytest.MonkeyPatch) -> Non
     assert words("a red apple") == [11] and texts == ["a red apple"]
 
 
-def test_known_prompts_are_not_encoded_again(folder: Path, runs: list[int]) -> None:
-    text = conditioner(folder)
-    first = text.encode(PROMPTS)
-    assert len(runs) == len(PROMPTS)
-    assert same(text.encode(PROMPTS), first)
-    again = text.encode([PROMPTS[2], PROMPTS[0], PROMPTS[2]])
-    assert torch.equal(again.features, first.features[[2, 0, 2]])
-    assert len(runs) == len(PROMPTS)
-    text.encode([PROMPTS[0], "a table"])
-    assert len(runs) == len(PROMPTS) + 1
-
-
-def test_known_prompts_need_no_folder(folder: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "t5"
-    shutil.copytree(folder, copy)
-    text = conditioner(copy, "free")
-    first = text.encode(PROMPTS)
-    shutil.rmtree(copy)
-    assert same(text.encode(PROMPTS), first)
-    with pytest.raises(WeightsError, match="cannot load the T5 encoder"):
-        text.encode(["a table"])
-
-
-def test_the_oldest_prompts_make_room(
-    folder: Path, runs: list[int], monkeypatch: pytest.MonkeyPatch
+def test_known_prompts_are_not_encoded_again(
+    folder: Path, tmp_path: Path, runs: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nor is the folder read again; the oldest make room, and what was asked for at once is all there."""
     monkeypatch.setattr(t5, "CACHED", 2)
-    text = conditioner(folder)
-    assert text.encode(PROMPTS).valid.any(-1).all()  # more than fits, and all of them there
+    text = conditioner(Path(shutil.copytree(folder, tmp_path / "t5")), "free")
+    first = text.encode(PROMPTS)
+    assert first.valid.any(-1).all()
+    again = text.encode([PROMPTS[2], PROMPTS[0], PROMPTS[2]])
+    assert torch.equal(again.features, first.features[[2, 0, 2]]) and len(runs) == len(PROMPTS)
     text.encode(["a table"])
-    text.encode(PROMPTS[2:])  # the youngest of the three
-    assert len(runs) == 4
-    text.encode(PROMPTS[:1])
-    assert len(runs) == 5
+    shutil.rmtree(tmp_path / "t5")
+    assert torch.equal(text.encode(PROMPTS[:1]).features, first.features[:1])
+    assert len(runs) == len(PROMPTS) + 1
+    with pytest.raises(WeightsError, match="cannot load the T5 encoder"):
+        text.encode(PROMPTS[2:])  # older than the two that stay
 
 
 def test_nothing_is_said_while_loading(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -324,14 +308,6 @@ def test_missing_files_are_named(folder: Path, tmp_path: Path, gone: str, named:
     with pytest.raises(WeightsError) as caught:
         conditioner(copy)
     assert str(copy) in str(caught.value) and f"missing: {named}" in str(caught.value)
-
-
-def test_pickled_weights_give_the_same_features(folder: Path, tmp_path: Path) -> None:
-    for name in SMALL:
-        shutil.copy(folder / name, tmp_path)
-    weights = T5EncoderModel.from_pretrained(folder, local_files_only=True).state_dict()
-    torch.save(weights, tmp_path / "pytorch_model.bin")
-    assert same(conditioner(tmp_path).encode(PROMPTS), conditioner(folder).encode(PROMPTS))
 
 
 def test_weights_of_another_model_are_refused(folder: Path, tmp_path: Path) -> None:

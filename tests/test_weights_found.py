@@ -124,30 +124,19 @@ WRAPPED: dict[str, Rename] = {
 
 @pytest.mark.parametrize("how", WRAPPED)
 def test_what_training_wraps_around_names_is_left_out(
-    how: str, folder: Path, plain: ImageModel
+    how: str, public: Path, tmp_path: Path
 ) -> None:
-    for file in ("c2i_B_256.pt", "vq_ds16_c2i.pt"):
-        state = state_of(folder / file)
-        torch.save({"model": {WRAPPED[how](n): t for n, t in state.items()}}, folder / file)
-    mine = loaded(folder)
-    assert same(mine.target, plain.target) and same(mine.vq, plain.vq)
-    assert mine.fingerprint == plain.fingerprint
-
-
-@pytest.mark.parametrize("how", WRAPPED)
-def test_the_same_of_drafters_and_text_encoders(how: str, public: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(public / TEXT, tmp_path / TEXT))
-    for name in ("drafter/pytorch_model.bin", "text/model.safetensors"):
-        file = folder / name
+    """Of target, tokenizer, drafter and text encoder."""
+    folder, known = Path(shutil.copytree(public / TEXT, tmp_path / TEXT)), loaded(public / TEXT)
+    for file in (*folder.glob("*.pt"), *folder.glob("*/*model.bin"), *folder.glob("text/*.safe*")):
         state = {WRAPPED[how](n): t for n, t in state_of(file).items()}
         save_file(state, file) if file.suffix == ".safetensors" else torch.save(state, file)
-    mine, known = loaded(folder), loaded(public / TEXT)
-    assert same(mine.drafter, known.drafter)
-    prompts = ["a cat"]
-    assert torch.equal(
-        mine.condition.rows(list(map(Request, prompts)), True).embeddings,
-        known.condition.rows(list(map(Request, prompts)), True).embeddings,
-    )
+    mine, requests = loaded(folder), [Request("a cat")]
+    for part in ("target", "vq", "drafter"):
+        assert same(getattr(mine, part), getattr(known, part))
+    assert mine.fingerprint == known.fingerprint
+    rows, expected = (model.condition.rows(requests, True) for model in (mine, known))
+    assert torch.equal(rows.embeddings, expected.embeddings)
 
 
 @pytest.mark.parametrize(
