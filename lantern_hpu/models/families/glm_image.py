@@ -8,7 +8,6 @@ preview, then the picture; pixels are made by the diffusion model that is publis
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,12 +51,7 @@ PICTURES = {
 }
 # Least and most pixels: in published files, in newer ones under "size", and where neither has them
 PIXELS = ("min_pixels", "shortest_edge", 512**2), ("max_pixels", "longest_edge", 2048**2)
-SOURCE_PREFIXES = (
-    1536,
-    2560,
-    4608,
-    8704,
-)  # of one, two and four sources of 1024 x 1024 and 512 words
+SOURCE_PREFIXES = (1536, 2560, 4608, 8704)  # of up to four sources of 1024 x 1024 and 512 words
 SPARE = "spare"  # the head's bias that forbids special tokens, which is in no file
 
 
@@ -124,13 +118,9 @@ def vision_tower(files: Files) -> tuple[VisionConfig | None, Stored | None]:
     """What reads pictures, and its weights; None where the files lack it."""
     part = files.checkpoint.only(lambda name: name.startswith((VISUAL, QUANT)))
     part = part.renamed(lambda name: name.removeprefix(VISUAL).replace(QUANT, "quant_conv."))
-    if "patch_embed.proj.weight" not in part:
+    shapes = part.shapes
+    if "patch_embed.proj.weight" not in shapes:
         return None, None
-    return vision_config(files, part.shapes), Stored(part)
-
-
-def vision_config(files: Files, shapes: Mapping[str, tuple[int, ...]]) -> VisionConfig:
-    """Sizes by config.json and by the tower's tensors."""
     patches = shapes["patch_embed.proj.weight"]
     stated: dict[str, Any] = files.hf_config["vision_config"]
     check_keys(files.checkpoint, files.hf_config, VISION_KEYS)
@@ -145,7 +135,7 @@ def vision_config(files: Files, shapes: Mapping[str, tuple[int, ...]]) -> Vision
     limits = [
         math.isqrt(int(settings.get(old) or named.get(new) or usual)) for old, new, usual in PIXELS
     ]
-    return VisionConfig(
+    config = VisionConfig(
         dim=patches[0],
         layers=files.checkpoint.count(f"{VISUAL}blocks."),
         heads=int(stated["num_heads"]),
@@ -157,6 +147,7 @@ def vision_config(files: Files, shapes: Mapping[str, tuple[int, ...]]) -> Vision
         most=limits[1],
         problem=problem,
     )
+    return config, Stored(part)
 
 
 def image_processor(folder: Path | None) -> dict[str, Any]:

@@ -200,7 +200,7 @@ def open_model(parts: Parts) -> OpenedModel:
 
 
 def open_folder(parts: Parts) -> OpenedModel:
-    """A folder of ours; see `write.py`."""
+    """A folder of ours: see the head of this file."""
     path = parts.target
     description, config = read_config(path)
     files = description["files"]

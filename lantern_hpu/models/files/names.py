@@ -15,7 +15,7 @@ from lantern_hpu.files import ASSETS, file_in, reading, reported_as, sha256
 from lantern_hpu.models.config import ModelConfig, T5Config
 
 BUILTIN = ASSETS / "builtin"
-# A folder of our own; see `write.py`
+# A folder of our own; see `load.py`
 CONFIG = "model.json"
 TARGET, DRAFTER_WEIGHTS, VQ = "target.safetensors", "drafter.safetensors", "vq.safetensors"
 VISION = "vision.safetensors"
