@@ -83,8 +83,6 @@ def test_the_code_keeps_to_its_size() -> None:
 SMALL = {
     "lantern_hpu/__main__.py": "`python -m lantern_hpu`",
     "lantern_hpu/generate.py": "`python -m lantern_hpu.generate`",
-    "lantern_hpu/models/families/mammothmoda2.py": "a table: what the family is",
-    "lantern_hpu/models/families/simplear.py": "a table: what the family is",
     "lantern_hpu/tree/named.py": "a table: published trees",
 }
 
@@ -211,13 +209,6 @@ CIRCLES: tuple[set[str], ...] = (
     {"lantern_hpu", "lantern_hpu.generator", "lantern_hpu.pipeline"},
     {"lantern_hpu.backends", "lantern_hpu.backends.base"},
     {"lantern_hpu.decode.engine", "lantern_hpu.decode.memory"},
-    {
-        f"lantern_hpu.models.{name}"
-        for name in (
-            *("config", "cosmos_vq", "emu3_vq", "files.checkpoint", "files.names", "model"),
-            *("reading", "text.frames", "text.prefix", "transformer", "vq"),
-        )
-    },
 )
 
 
