@@ -138,6 +138,7 @@ def docstring(node: ast.AST) -> ast.Constant | None:
     return text if isinstance(text, ast.Constant) else None
 
 
+@pytest.mark.slow
 def test_a_prompt_enters_few_files() -> None:
     entered = house.files_of_a_prompt()
     assert len(entered) <= ENTERED, "\n".join(entered)

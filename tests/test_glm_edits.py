@@ -293,7 +293,7 @@ def test_greedy_pictures_are_those_of_transformers(folder: Path, count: int) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["ar", *METHODS])
+@pytest.mark.parametrize("method", ["ar", "sjd-pac@8"])
 def test_edits_are_distributed_as_transformers_draws_them(folder: Path, method: str) -> None:
     pipeline, (theirs, processor) = pipeline_of(folder), reference(folder)
     sampling, grid = Sampling(1.0, 2.0, 10, 0.8), (3, 5)
