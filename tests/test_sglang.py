@@ -344,27 +344,29 @@ def client(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any
     return module
 
 
+def asked_by_client(client: Any, url: str, folder: Path, prompt: str, **more: Any) -> Any:
+    """What SGLang's stage makes of a request to a server at an address."""
+    args = types.SimpleNamespace(
+        srt_encoder_url=url, srt_encoder_connect_timeout=3.05, srt_encoder_timeout=100
+    )
+    usual: dict[str, Any] = {
+        "height": HEIGHT,
+        "width": WIDTH,
+        "image_path": None,
+        "seed": 5,
+        "extra": {},
+    }
+    asked = types.SimpleNamespace(prompt=prompt, **{"num_outputs_per_prompt": 1} | usual | more)
+    return client.GlmImageAR(processor(folder), url).forward(asked, args)
+
+
 @pytest.mark.parametrize(("count", "slash"), [(1, "/"), (2, "")])
 def test_sglangs_own_client_reads_the_answers(
     count: int, slash: str, client: Any, server: Running, folder: Path
 ) -> None:
     """Its codes are ours, each twice in both directions; its usage is of the whole prompt and of all tokens."""
-    args = types.SimpleNamespace(
-        srt_encoder_url=server.url + slash,
-        srt_encoder_connect_timeout=3.05,
-        srt_encoder_timeout=100,
-    )
-    stage = client.GlmImageAR(processor(folder), args.srt_encoder_url)
-    asked = types.SimpleNamespace(
-        prompt=PROMPTS[0],
-        height=HEIGHT,
-        width=WIDTH,
-        image_path=None,
-        num_outputs_per_prompt=count,
-        seed=5,
-        extra={},
-    )
-    batch = stage.forward(asked, args)
+    several = {"num_outputs_per_prompt": count}
+    batch = asked_by_client(client, server.url + slash, folder, PROMPTS[0], **several)
     wanted = [drawn_here(server, PROMPTS[0], 5 + i) for i in range(count)]
     pictures = torch.tensor(wanted)[:, -7:-1].view(count, 2, 3)
     doubled = pictures.repeat_interleave(2, 1).repeat_interleave(2, 2)
@@ -377,19 +379,6 @@ def test_sglangs_own_client_shows_why_a_request_is_refused(
 ) -> None:
     import requests
 
-    args = types.SimpleNamespace(
-        srt_encoder_url=server.url, srt_encoder_connect_timeout=3.05, srt_encoder_timeout=100
-    )
-    stage = client.GlmImageAR(processor(folder), args.srt_encoder_url)
-    asked = types.SimpleNamespace(
-        prompt="dog",
-        height=128,
-        width=128,
-        image_path=None,
-        num_outputs_per_prompt=1,
-        seed=5,
-        extra={},
-    )
     with pytest.raises(requests.HTTPError):
-        stage.forward(asked, args)
+        asked_by_client(client, server.url, folder, "dog", height=128, width=128)
     assert f"{WIDTH}x{HEIGHT}" in caplog.text and "--sizes" in caplog.text
