@@ -321,7 +321,7 @@ class Guard:
             scope["method"] = "GET" if asked == "HEAD" else asked
             check_source(scope, headers)
             if allowed := allowed_body(scope):
-                check_kind(scope, headers, allowed.kind)
+                check_media_type(scope, headers, allowed.kind)
                 body.allowed = allowed
             check_key(scope, headers)
             await self.app(scope, body.receive, answer)
@@ -355,7 +355,7 @@ def check_source(scope: Scope, headers: Headers) -> None:
         raise ApiError(403, what, None, "unknown_host")
 
 
-def check_kind(scope: Scope, headers: Headers, kind: str) -> None:
+def check_media_type(scope: Scope, headers: Headers, kind: str) -> None:
     """Raise an ApiError for a body of another kind, or one that a foreign web page may have sent through a browser.
 
     What is not JSON a browser sends to any host without asking it first: a form has to come from our own page, or

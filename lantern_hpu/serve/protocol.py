@@ -483,7 +483,9 @@ def read_call(
         need = menu.spec_of(requests[0], setting.tree)
         check_graph(need, served, given)
         rows = need.grid[0] if need.grid and menu.rows > 1 else menu.rows
-        count = read_partials(given, stream)
+        count = given.get("partial_images", 0)  # OpenAI allows three, and says that fewer may come
+        if count and not stream:
+            raise refuse("partial_images", count, "0 unless stream is true")
         shown = min(count, rows - 1)
     except LanternError as error:
         raise translated(error) from error
@@ -522,14 +524,6 @@ def read_size(
         return menu.sizes[0]
     height, width = sources[0].size
     return min(menu.sizes, key=lambda size: abs(math.log(size[0] * width / size[1] / height)))
-
-
-def read_partials(given: Mapping[str, Any], stream: bool) -> int:
-    """How many partial pictures are asked for; OpenAI allows three, and says that fewer may come."""
-    count: int = given.get("partial_images", 0)
-    if count and not stream:
-        raise refuse("partial_images", count, "0 unless stream is true")
-    return count
 
 
 def read_method(given: Mapping[str, Any], menu: ServedModel) -> ServedMethod:
