@@ -68,13 +68,10 @@ def test_each_form_of_a_list_is_read_as_it_was_meant(kind: str, tmp_path: Path) 
     assert read_prompts(saved(tmp_path, *MEANT[kind])) == TWO
 
 
-def test_a_string_is_one_prompt(tmp_path: Path) -> None:
-    assert read_prompts(saved(tmp_path, "json", '"red cat"')) == ["red cat"]
-    assert read_prompts(saved(tmp_path, "json", {"prompt": "red cat"})) == ["red cat"]
-
-
 # Text that is in a cell or line -> the prompt that is drawn
 TEXTS = {
+    "a string": ("json", '"red cat"', ["red cat"]),
+    "an object": ("json", '{"prompt": "red cat"}', ["red cat"]),
     "one quote": ("tsv", 'Prompt\n5" pipe\n"open\nblue', ['5" pipe', '"open', "blue"]),
     "quote at the end": ("tsv", 'id\tPrompt\n1\tpipe of 5"\n2\tblue', ['pipe of 5"', "blue"]),
     "line break in a cell": ("csv", 'id,prompt\n1,"a\nb"\n2,c\n', ["a\nb", "c"]),
@@ -135,18 +132,6 @@ def test_what_is_not_certain_is_refused_with_what_was_found(kind: str, tmp_path:
     ending, content, says = REFUSED[kind]
     with pytest.raises(LanternError, match=says):
         read_prompts(saved(tmp_path, ending, content))
-
-
-@pytest.mark.slow
-def test_a_list_of_any_length_takes_time_by_its_length_alone(tmp_path: Path) -> None:
-    """Minutes, where each name is compared with all others."""
-    file = tmp_path / "prompts.json"
-    entries = {str(i): f"cat {i}" for i in range(200_000)}
-    file.write_text(json.dumps({"prompt": entries}))
-    assert read_prompts(file) == list(entries.values())
-    file.write_text(f'{json.dumps(entries)[:-1]}, "7": "a", "6": "b"}}')
-    with pytest.raises(OptionError, match="an object has '6' twice"):
-        read_prompts(file)
 
 
 @pytest.mark.parametrize(
