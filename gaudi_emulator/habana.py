@@ -87,11 +87,11 @@ class Metric:
     def __init__(self, name: str) -> None:
         card = current()
         if name not in metrics_of(card):
-            raise NOT_FOUND[card.release.missing_metric](
-                f"Metric with given name ({name}) doesn't exist."
-            )
-        self._name, self.rows = name, metrics_of(card)[name]
-        self.base = self.rows(card)
+            why = f"Metric with given name ({name}) doesn't exist."
+            raise NOT_FOUND[card.release.missing_metric](why)
+        self._name = name
+        self.rows = metrics_of(card)[name]
+        self.reset()
 
     def name(self) -> str:
         return self._name
@@ -100,10 +100,10 @@ class Metric:
         """(key, value) pairs; callers index them by position. Of `device_memory` the largest values so far."""
         now = self.rows(current())
         if self._name == "device_memory":
-            return dict(now)
+            return now
         return [
-            (key, value - old if isinstance(value, (int, float)) else value)
-            for (key, value), (_, old) in zip(now, self.base, strict=True)
+            (key, value - self.base.get(key, 0) if type(value) is int else value)
+            for key, value in now.items()
         ]
 
     def reset(self) -> None:
@@ -114,27 +114,25 @@ class Metric:
     def stop(self) -> None: ...
 
 
-METRICS: dict[str, Callable[[Device], list[tuple[str, Any]]]] = {
-    "graph_compilation": lambda card: [
-        ("TotalNumber", card.counts.recipes),
-        ("TotalTime", 0),
-        ("AvgTime", 0),
-    ],
-    "cpu_fallback": lambda card: [
-        ("TotalNumber", card.counts.fallbacks.total()),
-        ("FallbackOps", dict(card.counts.fallbacks)),
-    ],
+METRICS: dict[str, Callable[[Device], dict[str, Any]]] = {
+    "graph_compilation": lambda card: {
+        "TotalNumber": card.counts.recipes,
+        "TotalTime": 0,
+        "AvgTime": 0,
+    },
+    "cpu_fallback": lambda card: {
+        "TotalNumber": card.counts.fallbacks.total(),
+        "FallbackOps": dict(card.counts.fallbacks),
+    },
 }
-
-
 # What a local metric of an unknown name raises; the second from 1.24 on
 NOT_FOUND = {n: type(n, (Exception,), {}) for n in ("MetricNotFound", "MetricNotFoundError")}
 
 
-def metrics_of(card: Device) -> dict[str, Callable[[Device], list[tuple[str, Any]]]]:
+def metrics_of(card: Device) -> dict[str, Callable[[Device], dict[str, Any]]]:
     if card.release.name == "1.19":
         return METRICS
-    return METRICS | {"device_memory": lambda card: [("peak_memory", card.peak)]}
+    return METRICS | {"device_memory": lambda card: {"peak_memory": card.peak}}
 
 
 def metric_global(name: str) -> Metric | None:
@@ -142,9 +140,7 @@ def metric_global(name: str) -> Metric | None:
     if name not in metrics_of(current()):
         return None
     metric = Metric(name)
-    metric.base = [
-        (key, 0 if isinstance(value, (int, float)) else value) for key, value in metric.base
-    ]
+    metric.base = {}
     return metric
 
 

@@ -135,24 +135,19 @@ class FusedSDPA:
             raise TypeError(f"FusedSDPA takes {most} positions, not {13 + len(since_1_24)}")
         if newer and 0 in (q.numel(), k.numel(), v.numel()):
             return q.new_empty((*q.shape[:-1], v.shape[-1]))
-        need(
-            not (is_causal and attn_mask is not None),
-            "FusedSDPA takes a mask or is_causal, not both",
-        )
         mode = softmax_mode.lower()
-        need(mode in ("none", "fast", "fp32"), f"unknown softmax_mode {softmax_mode!r}")
-        need(mode != "fp32" or q.dtype == torch.bfloat16, "softmax_mode fp32 is for bfloat16 alone")
-        need(
-            q.dim() == k.dim() == v.dim() and q.dim() in (3, 4),
-            "FusedSDPA takes tensors of 3 or 4 dimensions",
-        )
-        need(q.dtype == k.dtype == v.dtype, "q, k and v must have one dtype")
-        need(valid_seq_len is None or is_causal, "valid_seq_len needs is_causal")
-        if attn_mask is not None:
-            need(
-                attn_mask.dtype in (q.dtype, torch.bool),
-                "the mask must be of booleans, or additive and of q's dtype",
-            )
+        needed = {
+            "FusedSDPA takes a mask or is_causal, not both": not is_causal or attn_mask is None,
+            f"unknown softmax_mode {softmax_mode!r}": mode in ("none", "fast", "fp32"),
+            "softmax_mode fp32 is for bfloat16 alone": mode != "fp32" or q.dtype == torch.bfloat16,
+            "FusedSDPA takes tensors of 3 or 4 dimensions": q.dim() == k.dim() == v.dim() in (3, 4),
+            "q, k and v must have one dtype": q.dtype == k.dtype == v.dtype,
+            "valid_seq_len needs is_causal": valid_seq_len is None or is_causal,
+            "the mask must be of booleans, or additive and of q's dtype": attn_mask is None
+            or attn_mask.dtype in (q.dtype, torch.bool),
+        }
+        for message, holds in needed.items():
+            need(holds, message)
         if return_dropout_mask or return_attn_probs:
             raise OutOfScope("FusedSDPA with more results than one", "plain attention")
         if since_1_24:

@@ -37,7 +37,8 @@ class LintRun:
 
     @classmethod
     def of(cls, release: str, cards: Sequence[Device], ended: Ended) -> LintRun:
-        return cls(release, merged(cards), lint_counts(cards), ending(ended))
+        why = None if ended is None else f"{type(ended).__name__}: {ended}"
+        return cls(release, merged(cards), lint_counts(cards), why)
 
     @property
     def runs(self) -> bool:
@@ -49,11 +50,6 @@ BOTH = "both"  # of releases: one run under each
 # Rules whose warnings mean a compilation an input
 RECOMPILING = ("H013", "H014", "H016", "H021", "H024")
 Ended = BaseException | None  # what ended a program, if something did
-
-
-def ending(error: Ended) -> str | None:
-    """What ended a program."""
-    return None if error is None else f"{type(error).__name__}: {error}"
 
 
 class TimeOver(BaseException):
