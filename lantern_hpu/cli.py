@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -22,25 +23,23 @@ from lantern_hpu.errors import Arg, OptionError, as_option, choices, exit_code
 
 # Each is a module of `lantern_hpu.commands` with a `main(argv)`, imported only when it is asked for.
 COMMANDS = {
-    "generate": "draw images from prompts",
-    "pixels": "make pictures of saved tokens",
-    "models": "list the known models, and what of them is here",
-    "download": "fetch a known model",
-    "convert": "turn published checkpoints into one model folder",
-    "plan": "count the memory that a model takes",
-    "doctor": "show what this machine offers and what is wrong",
+    "generate": "generate images from prompts",
     "serve": "serve a model over HTTP",
+    "models": "list, show, plan, download, convert and stretch models",
+    "pixels": "decode saved tokens to images",
+    "doctor": "show what this machine offers and what is wrong",
     "train": "train a drafter for a target",
     "tune": "find the window or draft tree that is fastest here",
     "race": "draw one prompt with several methods: a table and a GIF",
     "bench": "compare methods and graph modes",
     "compare": "put benchmarks side by side: a table and a chart",
-    "fidelity": "measure how far methods move what is drawn",
-    "stretch": "write a small model at the sizes of a large one",
+    "fidelity": "measure how far each method shifts the output distribution",
     "evaluate": "score what methods draw: quality against speed",
-    "lint": "name the rules of Gaudi that code breaks",
-    "verify": "ask a device whether it is as expected",
+    "verify": "check a device against the expected results",
+    "lint": "report the Gaudi rules that a program violates",
 }
+# What `models` does besides listing: the second word of a command
+OF_MODELS = ("models plan", "models download", "models convert", "models stretch")
 # Commands of the other packages, which the product does not import
 OUTSIDE = {
     "bench": "lantern_lab.commands.bench",
@@ -49,16 +48,24 @@ OUTSIDE = {
     "compare": "lantern_lab.commands.compare",
     "fidelity": "lantern_lab.commands.fidelity",
     "race": "lantern_lab.commands.race",
-    "stretch": "lantern_lab.commands.stretch",
+    "models stretch": "lantern_lab.commands.stretch",
     "evaluate": "lantern_lab.commands.evaluate",
     "verify": "lantern_lab.commands.verify",
     "lint": "lantern_lab.commands.lint",
 }
+RENAMED = {name.removeprefix("models "): name for name in OF_MODELS}  # commands of earlier versions
 
 
 def module_of(command: str) -> str:
     """Where a command is defined."""
-    return OUTSIDE.get(command, f"lantern_hpu.commands.{command}")
+    return OUTSIDE.get(command, f"lantern_hpu.commands.{command.removeprefix('models ')}")
+
+
+def split_command(words: Sequence[str]) -> tuple[str, list[str]]:
+    """The command that the words of a command line begin with, and the others."""
+    first_two = " ".join(words[:2])
+    count = 2 if first_two in OF_MODELS else 1
+    return " ".join(words[:count]), list(words[count:])
 
 
 def help_text() -> str:
@@ -89,15 +96,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args:
         print(help_text(), file=sys.stderr)
         return 2
-    name, *rest = args
+    name, rest = split_command(args)
     if name in ("-h", "--help"):
         print(help_text())
         return 0
     if name == "--version":
         print(f"lantern_hpu {__version__}")
         return 0
-    if name not in COMMANDS:
+    if name not in (*COMMANDS, *OF_MODELS):
         error = OptionError(f"unknown command {name!r}", hint=choices(COMMANDS, name))
+        if name in RENAMED:
+            now = shlex.join(["lantern-hpu", *RENAMED[name].split(), *rest])
+            error = OptionError(f"{name!r} is now {RENAMED[name]!r}", hint=now)
         print(f"error: {error.text(as_option)}", file=sys.stderr)
         return 2
     return run_emulated(name, rest) if "--emulate" in rest else run(name, rest)

@@ -91,7 +91,7 @@ def check_fits(small: TransformerConfig, name: str, large: TransformerConfig) ->
     others = [v for v in VARIANTS if getattr(small, v) != getattr(large, v)]
     if others:
         differing = ", ".join(f"{v} {getattr(small, v)} and {getattr(large, v)}" for v in others)
-        hint = "lantern-hpu stretch llamagen-xl"
+        hint = "lantern-hpu models stretch llamagen-xl"
         raise OptionError(what, f"they differ in kind: {differing}", hint)
     less = [
         f"{word} {getattr(large, field)} of {getattr(small, field)}"

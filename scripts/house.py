@@ -121,11 +121,12 @@ def option_names(parser: argparse.ArgumentParser) -> set[str]:
 
 def options() -> dict[str, int]:
     """How many options each command has."""
-    from lantern_hpu.cli import COMMANDS, module_of
+    from lantern_hpu.cli import COMMANDS, OF_MODELS, module_of
 
-    return {
-        name: len(option_names(import_module(module_of(name)).make_parser())) for name in COMMANDS
+    parsers = {
+        name: import_module(module_of(name)).make_parser() for name in (*COMMANDS, *OF_MODELS)
     }
+    return {name: len(option_names(parser)) for name, parser in parsers.items()}
 
 
 def files_of_a_prompt() -> list[str]:

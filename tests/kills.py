@@ -37,7 +37,7 @@ COMMANDS = {
         "out/*.png",
         "--resume",
     ),
-    "convert": Command("convert MODEL OUT/ours", "ours/*"),
+    "convert": Command("models convert MODEL OUT/ours", "ours/*"),
     "evaluate": Command(
         "evaluate --model MODEL --preset scenes --quick --num-images 65 --method ar --output OUT/out",
         "out/pictures/**/*.png",
@@ -48,8 +48,8 @@ COMMANDS = {
         "--resume",
         after="out/state.pt",
     ),
-    "download": Command("download anole-7b --to OUT/out", "out/**/*"),
-    "download-cache": Command("download anole-7b", "home/hub/models--*/**/*"),
+    "download": Command("models download anole-7b --to OUT/out", "out/**/*"),
+    "download-cache": Command("models download anole-7b", "home/hub/models--*/**/*"),
 }
 HELD = "held"
 LOCKS = ".locks"  # huggingface_hub's own, in its cache
@@ -116,7 +116,8 @@ def run_unbroken(name: str, model: str, hub: str) -> tuple[dict[str, bytes], flo
 def kill_often(name: str, model: str, times: int, seed: int) -> Counter[str]:
     """How often a command `HELD`, or what else came of a kill."""
     rng, found = random.Random(seed), Counter[str]()
-    with local_hub() as hub:
+    with local_hub() as local:
+        hub = local.address
         whole, took = run_unbroken(name, model, hub)
         for _ in range(times):
             found[kill_once(name, model, whole, rng.uniform(0.2, 1.0) * took, hub)] += 1

@@ -28,32 +28,51 @@ PIECE, PAUSE = 16 * 1024, 0.01  # bytes that are sent together, and seconds afte
 
 
 @cache
-def content(repo: str, name: str) -> bytes:
-    return random.Random(f"{repo}/{name}").randbytes(SIZE)
+def content(repo: str, name: str, size: int) -> bytes:
+    return random.Random(f"{repo}/{name}").randbytes(size)
 
 
-@cache
-def files() -> dict[str, list[str]]:
-    """By repository: what known models need of it, the first name where either would do."""
-    result: dict[str, list[str]] = {}
-    for entry in entries().values():
-        for part in entry.parts.values():
-            result.setdefault(part.repo, []).extend(spec.split("|")[0] for spec in part.files)
-    return {repo: sorted(set(names)) for repo, names in result.items()}
+class LocalHub(ThreadingHTTPServer):
+    """Answers as the Hub does; a test changes what it lists or sends.
 
+    Attributes:
+        files: names by repository: what known models need of it, the first name where either would do.
+        size: bytes of a file. stated: the size that is listed in place of it. commit: the newest one.
+        damaged: whether it sends other bytes than it lists.
+        asked: names of the files that were sent.
+    """
 
-def listed(repo: str) -> dict[str, Any]:
-    """What the Hub says of a repository at its newest commit."""
-    siblings = []
-    for name in files()[repo]:
-        digest = hashlib.sha256(content(repo, name)).hexdigest()
-        lfs = {"sha256": digest, "size": SIZE, "pointerSize": 134}
-        siblings.append({"rfilename": name, "size": SIZE, "blobId": digest[:40], "lfs": lfs})
-    return {"id": repo, "modelId": repo, "sha": COMMIT, "siblings": siblings}
+    def __init__(self, size: int = SIZE) -> None:
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.address = f"http://127.0.0.1:{self.server_address[1]}"
+        self.size = size
+        self.stated: Any = size
+        self.commit: Any = COMMIT
+        self.damaged = False
+        self.asked: list[str] = []
+        self.files: dict[str, list[str]] = {}
+        for part in (part for entry in entries().values() for part in entry.parts.values()):
+            names = self.files.setdefault(part.repo, [])
+            names += sorted({spec.split("|")[0] for spec in part.files} - {*names})
+
+    def listed(self, repo: str, tree: bool) -> Any:
+        """The files of a repository, as the API tells of a model or of a tree at a commit."""
+        files = []
+        for name in self.files[repo]:
+            digest = hashlib.sha256(content(repo, name, self.size)).hexdigest()
+            lfs = {"oid": digest, "sha256": digest, "size": self.size, "pointerSize": 134}
+            about = {"type": "file", "path": name, "rfilename": name, "oid": digest[:40]}
+            files.append(about | {"blobId": digest[:40], "size": self.stated, "lfs": lfs})
+        return files if tree else {"id": repo, "sha": self.commit, "siblings": files}
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):  # else the client was killed
+            super().handle_error(request, client_address)
 
 
 class Answer(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    server: LocalHub
 
     def log_message(self, format: str, *args: object) -> None:
         pass
@@ -62,16 +81,31 @@ class Answer(BaseHTTPRequestHandler):
         self.do_GET()
 
     def do_GET(self) -> None:
+        hub = self.server
         path = unquote(urlsplit(self.path).path).removeprefix("/")
-        repo, _, rest = path.removeprefix("api/models/").partition("/resolve/")
-        if repo not in files():
+        repo, kind, rest = path.removeprefix("api/models/"), "", ""
+        for word in ("/resolve/", "/tree/"):
+            if word in repo:
+                repo, kind, rest = repo.partition(word)
+        name = rest.partition("/")[2]
+        if repo not in hub.files or (kind == "/resolve/" and name not in hub.files[repo]):
             self.send_error(404)
             return
-        body = content(repo, rest.split("/", 1)[1]) if rest else json.dumps(listed(repo)).encode()
-        headers = {"Content-Type": "application/json"}
-        if rest:
-            etag = f'"{hashlib.sha256(body).hexdigest()}"'
-            headers = {"ETag": etag, "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        if kind == "/resolve/":
+            self.send_content(repo, name)
+        else:
+            body = json.dumps(hub.listed(repo, kind == "/tree/")).encode()
+            self.send_body(body, {"Content-Type": "application/json"})
+
+    def send_content(self, repo: str, name: str) -> None:
+        hub, whole = self.server, content(repo, name, self.server.size)
+        digest = hashlib.sha256(whole).hexdigest()
+        headers = {"ETag": f'"{digest}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        if self.command == "GET":
+            hub.asked.append(name)
+        self.send_body(whole[::-1] if hub.damaged else whole, headers)
+
+    def send_body(self, body: bytes, headers: dict[str, str]) -> None:
         first = int((self.headers.get("Range") or "bytes=0-")[len("bytes=") :].split("-")[0])
         self.send_response(206 if first else 200)
         if first:
@@ -84,19 +118,13 @@ class Answer(BaseHTTPRequestHandler):
             time.sleep(PAUSE)
 
 
-class Hub(ThreadingHTTPServer):
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        if not isinstance(sys.exc_info()[1], OSError):  # else the client was killed
-            super().handle_error(request, client_address)
-
-
 @contextmanager
-def local_hub() -> Iterator[str]:
-    """Its address, while it answers."""
-    server = Hub(("127.0.0.1", 0), Answer)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+def local_hub(size: int = SIZE) -> Iterator[LocalHub]:
+    """One that answers at its `address`."""
+    server = LocalHub(size)
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
+        yield server
     finally:
         server.shutdown()
         server.server_close()

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from lantern_hpu import backends
-from lantern_hpu.cli import COMMANDS, module_of
+from lantern_hpu.cli import COMMANDS, OF_MODELS, module_of
 from scripts import house
 from scripts.house import parsed
 
@@ -38,7 +38,7 @@ LAYERS = (
     {"decode"},
     {"loading", "generator"},
     {"pipeline"},
-    {"plan", "serve"},
+    {"serve"},
     {"commands"},
     {"cli"},
     {"generate"},
@@ -479,8 +479,8 @@ for line in sys.stdin:
 
 def test_help_loads_no_torch() -> None:
     lines = ["lantern_hpu.cli --help", "lantern_hpu.cli --version"]
-    lines += [f"lantern_hpu.cli {name} --help" for name in COMMANDS]
-    lines += [f"{module_of(name)} --help" for name in COMMANDS]
+    for name in (*COMMANDS, *OF_MODELS):
+        lines += [f"lantern_hpu.cli {name} --help", f"{module_of(name)} --help"]
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH],
         input="\n".join(lines),

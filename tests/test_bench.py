@@ -18,13 +18,13 @@ from lantern_hpu.backends.base import Backend
 from lantern_hpu.commands import options
 from lantern_hpu.core import Request
 from lantern_hpu.decode.engine import Engine
+from lantern_hpu.decode.requirements import Rates
 from lantern_hpu.errors import DeviceError, OptionError
 from lantern_hpu.methods import tuned_trees
 from lantern_hpu.methods.relaxation import PRESETS
 from lantern_hpu.methods.setting import METHODS, Setting, with_short_forms
 from lantern_hpu.models.config import ConditionConfig, DrafterConfig, ModelConfig, TransformerConfig
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.plan.floors import Floor, Pass, Rates, StepPasses, floor, sizes
 from lantern_hpu.results.progress import ProgressBar
 from lantern_hpu.tree import DraftTree, DynamicTree, load_static, load_tree
 from lantern_lab.commands import bench
@@ -32,6 +32,7 @@ from lantern_lab.measure import bench as run_bench
 from lantern_lab.measure import floors
 from lantern_lab.measure import meter as metering
 from lantern_lab.measure import options as measuring
+from lantern_lab.measure.floors import Floor, Pass, StepPasses, floor, sizes
 from lantern_lab.measure.meter import Meter
 from lantern_lab.measure.options import LARGE, BenchRequest, cases_of, measurable_modes
 from lantern_lab.measure.reports import KIND, VERSION, check_report, damage_of, read_report

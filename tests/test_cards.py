@@ -12,7 +12,7 @@ from lantern_hpu.commands import convert
 from lantern_hpu.models.files.load import open_model
 from lantern_hpu.models.files.names import PartOverrides
 from lantern_hpu.models.model import ImageModel, Placement
-from lantern_hpu.zoo.cards import Subject, drafter_card, folder_card
+from lantern_hpu.zoo.cards import card as make_card
 from lantern_hpu.zoo.find import find_parts
 from lantern_hpu.zoo.registry import entries
 
@@ -41,7 +41,7 @@ def test_a_converted_folder_has_a_card(model: Path, tmp_path: Path) -> None:
 
 def test_a_drafter_s_card_has_the_figures_of_its_report() -> None:
     config = entries()["llamagen-t2i-256"].config
-    card = ModelCard(drafter_card(Subject("builtin", config, "f" * 64), "out", REPORT))
+    card = ModelCard(make_card("builtin", config, "f" * 64, "out", REPORT))
     assert "eagle" in card.data.get("tags")
     assert "7 held-out prompts, after step 30" in card.text and "not measured" not in card.text
     assert "| `eagle` | 1.23 | 0.50, 0.25 |" in card.text
@@ -51,7 +51,7 @@ def test_a_drafter_s_card_has_the_figures_of_its_report() -> None:
 @pytest.mark.parametrize("name", [*entries(), "builtin"])
 def test_a_card_names_the_known_licence_and_base_model(name: str) -> None:
     config = entries()[name].config if name != "builtin" else entries()["llamagen-t2i-256"].config
-    card = ModelCard(folder_card(Subject(name, config, "f" * 64), "out"))
+    card = ModelCard(make_card(name, config, "f" * 64, "out"))
     if name == "builtin":
         assert card.data.get("license") == "apache-2.0" and card.data.get("base_model") is None
         return

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
+import signal
+import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,72 +28,36 @@ from lantern_hpu.zoo import find as located
 from lantern_hpu.zoo import registry
 from lantern_hpu.zoo.find import Located
 from lantern_hpu.zoo.registry import KnownModel, entries
-from tests.hub_cache import ANOLE, C2I, T2I, empty_cache, in_cache
+from tests.hub_cache import ANOLE, C2I, T2I, empty_cache
+from tests.local_hub import COMMIT, LocalHub, local_hub
 
-ROOT = Path(__file__).parent.parent
-COMMIT = "c" * 40
 __all__ = ["empty_cache"]
-
-
-class Hub:
-    """A Hub with some files; what a test wants to go wrong is put into `fails`."""
-
-    def __init__(self, cache: Path) -> None:
-        self.cache = cache
-        self.files: dict[str, dict[str, bytes]] = {}
-        self.fails: BaseException | None = None
-        self.damaged = False
-        self.asked: list[str] = []
-        self.commit: Any = COMMIT
-        self.size: Any = None  # of each file, if it lies
-
-    def add(self, entry: KnownModel) -> None:
-        for part in entry.parts.values():
-            for spec in part.files:
-                name = spec.split("|")[0]
-                self.files.setdefault(part.repo, {})[name] = f"{part.repo}/{name}".encode()
-
-    def model_info(self, repo: str, files_metadata: bool = False) -> SimpleNamespace:
-        siblings = []
-        for name, data in self.files[repo].items():
-            lfs = SimpleNamespace(sha256=hashlib.sha256(data).hexdigest())
-            size = len(data) if self.size is None else self.size
-            siblings.append(SimpleNamespace(rfilename=name, size=size, lfs=lfs))
-        return SimpleNamespace(siblings=siblings, sha=self.commit)
-
-    def hf_hub_download(
-        self, repo: str, name: str, revision: str, local_dir: Path | None = None
-    ) -> str:
-        assert revision == COMMIT
-        self.asked.append(name)
-        if self.fails is not None:
-            raise self.fails
-        data = b"cut off" if self.damaged else self.files[repo][name]
-        if local_dir is None:
-            if (there := located.cached(repo, name)) is not None:
-                return str(there)
-            folder = in_cache(self.cache, repo, name, revision=COMMIT)
-            # As the library does for a file asked for by its commit
-            (folder.parent.parent / "refs" / "main").unlink()
-            (folder / name).resolve().write_bytes(data)
-            return str(folder / name)
-        local_dir.mkdir(parents=True, exist_ok=True)
-        (local_dir / name).write_bytes(data)
-        return str(local_dir / name)
+Printed = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
+PLACES = pytest.mark.parametrize("to", [False, True], ids=["cache", "folder"])
+NAME = "c2i_B_256.pt"
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, empty_cache: Path) -> Hub:
-    """Known models without known digests, and a Hub that has them."""
+def hub(monkeypatch: Patch, empty_cache: Path) -> Iterator[LocalHub]:
+    """Known models without known digests, and a Hub of this machine that has them, in small."""
     theirs = pytest.importorskip("huggingface_hub")
-    fake = Hub(empty_cache)
     known = {name: without_digests(entry) for name, entry in entries().items()}
     monkeypatch.setattr(registry, "entries", lambda: known)
-    for entry in known.values():
-        fake.add(entry)
-    monkeypatch.setattr(theirs, "HfApi", lambda: fake)
-    monkeypatch.setattr(theirs, "hf_hub_download", fake.hf_hub_download)
-    return fake
+    with local_hub(size=999) as served:
+        template = served.address + "/{repo_id}/resolve/{revision}/{filename}"
+        constants = {
+            "ENDPOINT": served.address,
+            "HUGGINGFACE_CO_URL_TEMPLATE": template,
+            "HF_HUB_OFFLINE": False,
+        }
+        for name, value in constants.items():
+            monkeypatch.setattr(theirs.constants, name, value)
+        bars = import_module("huggingface_hub.utils")
+        bars.disable_progress_bars()
+        yield served
+        bars.enable_progress_bars()
 
 
 def without_digests(entry: KnownModel) -> KnownModel:
@@ -98,12 +65,16 @@ def without_digests(entry: KnownModel) -> KnownModel:
     return replace(entry, parts=parts)
 
 
-def fetch(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+def place(tmp_path: Path, to: bool) -> list[str]:
+    return ["--to", str(tmp_path / "here")] if to else []
+
+
+def fetch(capsys: Printed, *args: str) -> str:
     assert download.main(args) == 0, capsys.readouterr().err
     return capsys.readouterr().out
 
 
-def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+def refused(capsys: Printed, *args: str) -> str:
     """What it says; one error, with exit code 2."""
     assert download.main(args) == 2
     said = capsys.readouterr().err
@@ -112,27 +83,32 @@ def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     return said
 
 
-def test_a_model_is_fetched_once(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_is_fetched_once(hub: LocalHub, capsys: Printed, monkeypatch: Patch) -> None:
     text = fetch(capsys, T2I)
     assert "11.4 GB" in text and "Apache-2.0" in text and "MIT" in text
     assert Located(entries()[T2I]).missing() == []
     assert str(Located(entries()[T2I])["target"]) in text
     hub.asked.clear()
-    assert "here already" in fetch(capsys, T2I)
-    assert hub.asked == []
+    constants = sys.modules["huggingface_hub.constants"]
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "here already" in fetch(capsys, T2I) and hub.asked == []
+    assert "cannot be reached" in refused(capsys, C2I)
 
 
-def test_only_some_parts(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "it still lacks: target" in fetch(capsys, ANOLE, "--only", "vq")
-    assert set(Located(entries()[ANOLE]).absent) == {"target", "drafter"}
+def test_progress_is_shown(hub: LocalHub, capsys: Printed) -> None:
+    import_module("huggingface_hub.utils").enable_progress_bars()
+    assert download.main([C2I]) == 0
+    assert "Fetching 1 files: 100%" in capsys.readouterr().err
+
+
+def test_without_a_drafter(hub: LocalHub, capsys: Printed) -> None:
     assert fetch(capsys, ANOLE, "--without-drafter").strip().endswith("--method ar")
-    assert set(Located(entries()[ANOLE]).absent) == {"drafter"}
-    assert "contradict" in refused(capsys, T2I, "--only", "drafter", "--without-drafter")
-    assert "has no part drafter" in refused(capsys, C2I, "--only", "drafter")
+    assert Located(entries()[ANOLE]).absent["drafter"]
+    assert not fetch(capsys, ANOLE).strip().endswith("--method ar")
 
 
 def test_a_folder_gets_a_subfolder_for_each_part(
-    hub: Hub, capsys: pytest.CaptureFixture[str], tmp_path: Path, empty_cache: Path
+    hub: LocalHub, capsys: Printed, tmp_path: Path, empty_cache: Path
 ) -> None:
     folder = tmp_path / "models" / "t2i"
     text = fetch(capsys, T2I, "--to", str(folder))
@@ -143,32 +119,42 @@ def test_a_folder_gets_a_subfolder_for_each_part(
     assert entry is not None and entry.name == T2I
     assert Located(entry, folder).missing() == []
     assert f"--model {folder}" in text and not empty_cache.exists()
-    said = refused(capsys, ANOLE, "--to", str(folder))
-    assert f"{folder} holds {T2I}" in said
+    assert f"{folder} holds {T2I}" in refused(capsys, ANOLE, "--to", str(folder))
 
 
-@pytest.mark.parametrize("to", [False, True], ids=["cache", "folder"])
+@PLACES
 def test_a_damaged_file_is_deleted(
-    hub: Hub, capsys: pytest.CaptureFixture[str], tmp_path: Path, empty_cache: Path, to: bool
+    hub: LocalHub, capsys: Printed, tmp_path: Path, to: bool
 ) -> None:
     hub.damaged = True
-    args = ["--to", str(tmp_path / "here")] if to else []
-    said = refused(capsys, C2I, *args)
-    assert "c2i_B_256.pt" in said and "came damaged" in said and "deleted" in said
-    left = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "main"]
-    assert left == []
+    said = refused(capsys, C2I, *place(tmp_path, to))
+    assert NAME in said and "is corrupted" in said and "deleted" in said
+    assert not list(tmp_path.rglob(f"*{NAME}")) and not list(tmp_path.rglob("blobs/*"))
     hub.damaged = False
-    fetch(capsys, C2I, *args)
+    fetch(capsys, C2I, *place(tmp_path, to))
 
 
 def test_another_version_is_refused_before_it_is_fetched(
-    hub: Hub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    hub: LocalHub, capsys: Printed, monkeypatch: Patch
 ) -> None:
-    entry = entries()["llamagen-c2i-l-256"]
-    assert entry.parts["target"].sha256
-    monkeypatch.setattr(registry, "entries", lambda: {entry.name: entry})
-    assert "another c2i_L_256.pt than the known one" in refused(capsys, entry.name)
-    assert hub.asked == []
+    monkeypatch.undo()
+    name = "llamagen-c2i-l-256"
+    entry = entries()[name]
+    with pytest.raises(WeightsError, match=r"another c2i_L_256\.pt than the known one"):
+        fetching.list_files(listing(hub, "target", entry), entry.parts["target"], ["c2i_L_256.pt"])
+
+
+def listing(hub: LocalHub, role: str, entry: KnownModel) -> Any:
+    """huggingface_hub whose list of a model is that of the local Hub."""
+    told = hub.listed(entry.parts[role].repo, False)
+    files = [
+        SimpleNamespace(
+            rfilename=one["rfilename"], size=one["size"], lfs=SimpleNamespace(**one["lfs"])
+        )
+        for one in told["siblings"]
+    ]
+    info = SimpleNamespace(sha=told["sha"], siblings=files)
+    return SimpleNamespace(HfApi=lambda: SimpleNamespace(model_info=lambda *_, **__: info))
 
 
 def made(name: str, text: str) -> Exception:
@@ -202,23 +188,26 @@ FAILURES: dict[str, tuple[Callable[[], BaseException], tuple[str, ...]]] = {
 }
 
 
+@PLACES
 @pytest.mark.parametrize("kind", FAILURES)
-@pytest.mark.parametrize("to", [False, True], ids=["cache", "folder"])
 def test_failures_are_said_in_plain_words_and_leave_nothing(
-    hub: Hub, capsys: pytest.CaptureFixture[str], tmp_path: Path, kind: str, to: bool
+    hub: LocalHub, capsys: Printed, monkeypatch: Patch, tmp_path: Path, kind: str, to: bool
 ) -> None:
     make, words = FAILURES[kind]
-    hub.fails = make()
-    said = refused(capsys, C2I, *(["--to", str(tmp_path / "here")] if to else []))
+
+    def fails(*_: object, **__: object) -> None:
+        raise make()
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fails)
+    said = refused(capsys, C2I, *place(tmp_path, to))
     assert all(word in said for word in words), said
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
     assert not (tmp_path / "here").exists()
 
 
-def test_a_file_that_is_gone_is_named(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
-    del hub.files["google/flan-t5-xl"]["spiece.model"]
-    said = refused(capsys, T2I)
-    assert "google/flan-t5-xl lacks files: spiece.model" in said
+def test_a_file_that_is_gone_is_named(hub: LocalHub, capsys: Printed) -> None:
+    hub.files["google/flan-t5-xl"].remove("spiece.model")
+    assert "google/flan-t5-xl lacks files: spiece.model" in refused(capsys, T2I)
     assert hub.asked == []
 
 
@@ -228,39 +217,46 @@ ODD_NAMES = (
 )
 
 
-@pytest.mark.parametrize("to", [False, True], ids=["cache", "folder"])
+@PLACES
 @pytest.mark.parametrize("name", [n for n in ODD_NAMES if str(n).startswith("vae/")], ids=ascii)
 def test_a_listed_name_that_leads_elsewhere_is_refused_before_anything_is_written(
-    hub: Hub, capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, to: bool
+    hub: LocalHub, capsys: Printed, tmp_path: Path, name: str, to: bool
 ) -> None:
     """A mark under such a name would empty a file, and the file itself would replace it."""
     theirs = tmp_path / "theirs"
     theirs.write_text("secret")
-    hub.files["zai-org/GLM-Image"][name] = b"hostile"
-    said = refused(capsys, "glm-image", *(["--to", str(tmp_path / "here")] if to else []))
+    hub.files["zai-org/GLM-Image"].append(name)
+    said = refused(capsys, "glm-image", *place(tmp_path, to))
     assert "list of zai-org/GLM-Image is refused" in said
     assert theirs.read_text() == "secret" and hub.asked == []
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [theirs]
+
+
+def test_only_the_listed_files_are_fetched(hub: LocalHub, capsys: Printed, tmp_path: Path) -> None:
+    """Neither others of the repository, nor those that a name would match as a pattern."""
+    hub.files["zai-org/GLM-Image"] += ["transformer/[a-z].bin", "transformer/b.bin", "more.bin"]
+    fetch(capsys, "glm-image", "--to", str(tmp_path / "here"))
+    assert {"[a-z].bin", "b.bin"} <= {Path(name).name for name in hub.asked}
+    assert "more.bin" not in hub.asked
 
 
 @pytest.mark.parametrize(
     "commit", ["../../../../x", "main", "c" * 39, "C" * 40, "c" * 41, "", None, 3]
 )
 def test_a_commit_that_is_none_is_refused_before_anything_is_written(
-    hub: Hub, capsys: pytest.CaptureFixture[str], tmp_path: Path, commit: str
+    hub: LocalHub, capsys: Printed, tmp_path: Path, commit: object
 ) -> None:
     hub.commit = commit
     assert "it names the commit" in refused(capsys, C2I)
     assert hub.asked == [] and not any(path.is_file() for path in tmp_path.rglob("*"))
 
 
-@pytest.mark.parametrize("size", ["x", [], -1, 10**30])
-def test_sizes_that_lie_are_not_counted(
-    hub: Hub, capsys: pytest.CaptureFixture[str], size: object
-) -> None:
-    hub.size = size
+@pytest.mark.parametrize("size", ["x", -1, 10**30])
+def test_sizes_that_lie_are_not_counted(hub: LocalHub, capsys: Printed, size: object) -> None:
+    hub.stated = size
     if size == 10**30:
-        assert "not enough space" in refused(capsys, C2I)
+        said = refused(capsys, C2I)
+        assert "not enough space" in said and "needed, " in said and hub.asked == []
     else:
         fetch(capsys, C2I)
 
@@ -287,46 +283,29 @@ def test_names_that_others_give_lead_into_their_folder_or_are_refused(tmp_path: 
     assert series_of(Path("model-1-of-9999999999.safetensors")) == []  # which would fill the memory
 
 
-def test_space_is_checked_first(
-    hub: Hub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@PLACES
+def test_an_interrupted_download_ends_at_once_and_is_continued(
+    hub: LocalHub, tmp_path: Path, to: bool
 ) -> None:
-    full = SimpleNamespace(free=20)
-    monkeypatch.setattr("shutil.disk_usage", lambda folder: full)
-    said = refused(capsys, C2I)
-    assert "not enough space" in said and "needed, 20 bytes free" in said
-    assert hub.asked == []
-
-
-def test_interrupted_nothing_is_taken_for_whole(
-    hub: Hub, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    folder = tmp_path / "here"
-    staged = folder / fetching.STAGING / "target"
-    staged.mkdir(parents=True)
-    (staged / "c2i_B_256.pt.1234.incomplete").write_text("half")
-    hub.fails = KeyboardInterrupt()
-    assert download.main([C2I, "--to", str(folder)]) == 130
-    assert "interrupted" in capsys.readouterr().err
-    assert not any(Located(entries()[C2I], folder).values())
-    assert list(staged.iterdir())  # a version that resumes can go on
-    hub.fails = None
-    fetch(capsys, C2I, "--to", str(folder))
-    assert not (folder / fetching.STAGING).exists()
-
-
-def test_what_killed_runs_left_in_the_cache_goes_once_the_file_is_whole(
-    hub: Hub, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The library writes each try to another name, so they would add up to many times the model."""
-    repo, name = entries()[C2I].parts["target"].repo, "c2i_B_256.pt"
-    blobs = located.store(repo) / "blobs"
-    blobs.mkdir(parents=True)
-    mine = blobs / f"{hashlib.sha256(name.encode()).hexdigest()}.173f1edc.incomplete"
-    another = blobs / f"{'0' * 64}.173f1edc.incomplete"  # perhaps of a run that goes on
-    for half in (mine, another):
-        half.write_text("half")
-    fetch(capsys, C2I, "--only", "target")
-    assert not mine.exists() and another.exists()
+    """Files that are whole stay, and what was only begun is gone once the model is."""
+    hub.size = hub.stated = 1 << 20  # a second and more
+    words = [sys.executable, "-m", "lantern_hpu", "models", "download", ANOLE]
+    words += place(tmp_path, to)
+    environment = os.environ | {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path / "home")}
+    environment |= {"HF_HUB_OFFLINE": "0", "PYTHONPATH": str(ROOT)}
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(words, env=environment, text=True, **pipes) as running:
+        while not hub.asked and running.poll() is None:
+            time.sleep(0.02)
+        running.send_signal(signal.SIGINT)
+        said = running.communicate(timeout=60)[1]
+    assert running.returncode == 130 and "interrupted" in said, said
+    folder = tmp_path / "here" if to else None
+    assert Located(entries()[ANOLE], folder)["target"] is None
+    subprocess.run(words, env=environment, check=True, capture_output=True)
+    assert not Located(entries()[ANOLE], folder).missing()
+    assert not [path for path in tmp_path.rglob("*") if path.suffix == ".incomplete"]
+    assert not (tmp_path / "here" / fetching.STAGING).exists()
 
 
 @pytest.mark.parametrize("name", ["main", "main[1]"])
@@ -349,47 +328,37 @@ def test_small_files_are_written_through_no_link_and_killed_runs_leave_none(
     assert not killed.exists() and going_on.exists() and another.exists()
 
 
-def test_halves_go_by_their_name_and_not_by_a_pattern(tmp_path: Path) -> None:
-    """Where the cache has no links a file has its own name there, which may have brackets."""
-    whole = tmp_path / "part[1].bin"
-    mine, another = (tmp_path / f"{name}.173f.incomplete" for name in (whole.name, "part1.bin"))
-    for file in (whole, mine, another):
-        file.write_text("half")
-    fetching.drop_halves(whole)
-    assert whole.exists() and not mine.exists() and another.exists()
-
-
 @pytest.mark.parametrize("damaged", [False, True], ids=["whole", "damaged"])
 def test_a_file_in_the_cache_that_was_not_checked_is_checked_by_the_next_run(
-    hub: Hub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, damaged: bool
+    hub: LocalHub, capsys: Printed, monkeypatch: Patch, damaged: bool
 ) -> None:
     def killed(path: Path) -> str:
         raise KeyboardInterrupt
 
     entry = entries()[C2I]
+    target = entry.parts["target"]
+    fetch(capsys, "llamagen-c2i-l-256")  # of the same repository, which so has a `main`
     hub.damaged = damaged
     monkeypatch.setattr(fetching, "sha256", killed)
-    assert download.main([C2I, "--only", "target"]) == 130
-    part = entry.parts["target"]
-    folder = located.cached_folder(part)
-    assert folder is not None and part.absent(folder) == ()  # it has its final name
+    with pytest.raises(KeyboardInterrupt):
+        download.main([C2I])
+    folder = located.cached_folder(target)
+    assert folder is not None and target.absent(folder) == ()  # it has its final name
     assert Located(entry)["target"] is None
-    assert Located(entry).absent["target"] == part.files
+    assert Located(entry).absent["target"] == target.files
     monkeypatch.setattr(fetching, "sha256", sha256)
     capsys.readouterr()
     if damaged:
-        assert "came damaged" in refused(capsys, C2I, "--only", "target")
-        assert part.absent(located.cached_folder(part)) == part.files
+        assert "is corrupted" in refused(capsys, C2I)
+        assert located.cached_folder(target) is None
     else:
-        fetch(capsys, C2I, "--only", "target")
+        fetch(capsys, C2I)
         assert Located(entry)["target"] is not None
-    assert located.unchecked(part.repo) == set()
-    assert not (located.store(part.repo) / located.UNCHECKED).exists()
+    assert located.unchecked(target.repo) == set()
+    assert not (located.store(target.repo) / located.UNCHECKED).exists()
 
 
-def test_without_huggingface_hub(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_huggingface_hub(capsys: Printed, monkeypatch: Patch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     said = refused(capsys, C2I)
     assert "huggingface_hub is not installed" in said and "lantern-hpu[models]" in said

@@ -16,7 +16,7 @@ import torch
 from pydantic import ValidationError
 
 from lantern_hpu import LanternPipeline, Sampling
-from lantern_hpu.cli import COMMANDS, module_of
+from lantern_hpu.cli import COMMANDS, OF_MODELS, module_of
 from lantern_hpu.commands import generate
 from lantern_hpu.errors import PYTHON_NAMES, Arg, LanternError, OptionError, as_option, words
 from lantern_hpu.fields import IMAGE_PARAMS, MAX_SEED, MOST, ImageParams, given_params
@@ -200,7 +200,7 @@ def test_every_argument_that_an_error_names_is_an_option() -> None:
 def known_options() -> set[str]:
     """The options and places of all commands, as arguments are named."""
     names = set()
-    for command in COMMANDS:
+    for command in (*COMMANDS, *OF_MODELS):
         actions = import_module(module_of(command)).make_parser()._actions
         for action in actions:
             names |= {action.dest, *(text.lstrip("-") for text in action.option_strings)}

@@ -225,7 +225,7 @@ def test_an_image_of_a_stretched_model_says_how_to_write_its_folder(
     for name, code in ((None, 0), ("llamagen-xl", 2)):
         change_metadata(file, "config", stretch=name)
         assert main(["--from-png", str(file), "--output", str(again)]) == code
-    assert "lantern-hpu stretch llamagen-xl --output FOLDER" in capsys.readouterr().err
+    assert "lantern-hpu models stretch llamagen-xl --output FOLDER" in capsys.readouterr().err
 
 
 def test_what_is_out_of_range_is_refused_before_a_model_is_opened(

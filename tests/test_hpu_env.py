@@ -17,7 +17,7 @@ import pytest
 from lantern_hpu.backends.hpu import env
 from lantern_hpu.backends.hpu import errors as hpu_errors
 from lantern_hpu.backends.hpu.env import LAZY, checks, prepare_flags
-from lantern_hpu.cli import module_of
+from lantern_hpu.cli import module_of, split_command
 from lantern_hpu.errors import CaptureError, DeviceError
 
 ROOT = Path(__file__).parent.parent
@@ -472,8 +472,9 @@ def test_commands_of_the_gaudi_page_have_options_that_exist() -> None:
     text = (ROOT / "docs" / "gaudi.md").read_text().replace("\\\n", " ")
     commands = re.findall(r"(?:lantern-hpu |python -m lantern_hpu\.)(\w+)([^`\n|>&]*)", text)
     assert len(commands) >= 8
-    for name, args in commands:
-        words = shlex.split(re.sub(r"\$(card|{card})|--emulate|--bridge 1.19", "", args))
+    for first, args in commands:
+        given = shlex.split(re.sub(r"\$(card|{card})|--emulate|--bridge 1.19", "", args))
+        name, words = split_command([first, *given])
         import_module(module_of(name)).make_parser().parse_args(words)
 
 

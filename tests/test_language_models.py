@@ -693,7 +693,7 @@ def test_every_command_takes_it(public: Path, tmp_path: Path, name: str) -> None
     ours, prompts = str(shrunk(public / name, tmp_path / "ours")), tmp_path / "prompts.txt"
     prompts.write_text("".join(f"{number} apples\n" for number in range(10)))
     methods = ["--method", "ar,scd@4"]
-    assert cli.main(["plan", ours, "--memory", "24GB"]) == 0
+    assert cli.main(["models", "plan", ours, "--memory", "24GB"]) == 0
     assert cli.main(["lint", "--model", ours, "--strict", "--method", "scd@4"]) == 0
     small = ["--batch-sizes", "1", "--num-images", "1", "--output", str(tmp_path / "bench.json")]
     assert cli.main(["bench", "--model", ours, "--graphs", "strict", *methods, *small]) == 0

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from lantern_hpu.backends.cuda.forms import CUBLAS, Card, Forms, install
+from lantern_hpu.decode.requirements import Rates, accelerators, find_model
 from lantern_hpu.models.files.names import PartOverrides
 from lantern_hpu.models.transformer import Drafter
-from lantern_hpu.plan.floors import Rates, StepPasses, launches, projected
-from lantern_hpu.plan.requirements import accelerators, find_model
+from lantern_lab.measure.floors import StepPasses, launches, projected
 from lantern_lab.measure.launches import Launches, count_step, engine_of, model_config
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")

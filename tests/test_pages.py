@@ -253,13 +253,13 @@ def test_command_of_a_page_is_parsed(
 
 # README, recipes and tutorial are run by test_readme.py and test_site.py, plans and lists here, and all else is parsed
 RUN_ELSEWHERE = ("README.md", "recipes.md", "tutorial.md")
-RUN_HERE = re.compile(r"(models|scripts\.house|plan [a-z-][\w.-]+ .*)$")
+RUN_HERE = re.compile(r"(models|scripts\.house|models plan [a-z-][\w.-]+ .*)$")
 LEFT = dict.fromkeys(" ".join(g) for page, g in LISTED if page.name not in RUN_ELSEWHERE)
 RUN = [command for command in LEFT if RUN_HERE.match(command)]
 # All else is parsed above and not run, and why
 NOT_RUN = {
-    r"plan (NAME|FOLDER)": "a place for the reader's own",
-    r"download|.*(llamagen-[ct]|anole-|janus-|lumina-|emu3|u0-|simplear|mammothmoda2|glm-image|models/t2i)": (
+    r"models plan (NAME|FOLDER)": "a place for the reader's own",
+    r"models download|.*(llamagen-[ct]|anole-|janus-|lumina-|emu3|u0-|simplear|mammothmoda2|glm-image|models/t2i)": (
         "gigabytes that are downloaded; test_checkpoints.py reads their formats"
     ),
     r".*--device (cuda|hpu)(?! --emulate)": "needs a card",
@@ -269,7 +269,7 @@ NOT_RUN = {
     r"(lantern_lab\.embedded|tests\.checkpoints)": "hours, or gigabytes; test_scripts.py is smaller",
     r"(lantern_lab\.measure|scripts\.(docs|release))": "minutes of measuring; their tests are of toy sizes",
     r"fidelity": "minutes of drawing; test_fidelity.py is of a toy size",
-    r"(bench|compare|tune|evaluate|train|stretch|lint|generate)": "README, recipes and tutorial run others",
+    r"(bench|compare|tune|evaluate|train|models stretch|lint|generate)": "README, recipes and tutorial run others",
 }
 
 

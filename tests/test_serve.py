@@ -1343,7 +1343,7 @@ def test_engines_that_do_not_fit_together_are_refused_before_anything_is_capture
     with pytest.raises(DeviceError) as refused:
         DecodeThread(pipeline, options)
     assert refused.value.text(as_option).endswith(
-        "--method ar --slots 1, or lantern-hpu plan --serve"
+        "--method ar --slots 1, or lantern-hpu models plan --slots 8"
     )
     monkeypatch.setattr(host, "available_bytes", lambda: (one + two) // 2)
     DecodeThread(pipeline, replace(options, slots=slots))

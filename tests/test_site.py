@@ -133,7 +133,16 @@ def test_each_known_model_has_its_command_for_each_device(device: str) -> None:
 def test_the_table_of_memory_is_what_plan_prints(capsys: pytest.CaptureFixture[str]) -> None:
     from scripts.docs.reference_pages import memory_of
 
-    plan = ["plan", "anole-7b", "--device", "hpu:96GB", "--dtype", "bfloat16", "--batch-size"]
+    plan = [
+        "models",
+        "plan",
+        "anole-7b",
+        "--device",
+        "hpu:96GB",
+        "--dtype",
+        "bfloat16",
+        "--batch-size",
+    ]
     for images in (1, 8):
         assert cli.main([*plan, str(images)]) == 0
         assert memory_of("anole-7b", "hpu", images) in capsys.readouterr().out

@@ -21,6 +21,7 @@ from lantern_hpu.backends.base import DevicePlan
 from lantern_hpu.commands import generate
 from lantern_hpu.core import Request
 from lantern_hpu.decode import memory
+from lantern_hpu.decode.requirements import find_model
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.errors import DeviceError, OptionError
 from lantern_hpu.methods.relaxation import Clustered
@@ -30,7 +31,6 @@ from lantern_hpu.models.files.names import PartOverrides
 from lantern_hpu.models.model import ImageModel, Placement, parameters_of
 from lantern_hpu.ops.sampling import SamplingParams, to_probs
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.plan.requirements import find_model
 from lantern_hpu.tree import DraftTree
 from lantern_hpu.zoo import registry
 from lantern_hpu.zoo.find import find_parts

@@ -18,7 +18,7 @@ from lantern_hpu.models.families import FAMILIES
 from lantern_hpu.models.model import EmptyModel, count_numbers, parameters_of
 from lantern_hpu.models.pictures import PARTS
 from lantern_hpu.models.text.prefix import class_index
-from lantern_hpu.zoo import fetch, find, registry
+from lantern_hpu.zoo import find, registry
 from lantern_hpu.zoo.find import Located, find_parts
 from lantern_hpu.zoo.registry import KnownModel, Part, entries, find_model_by_name
 from tests.hub_cache import ANOLE, C2I, T2I, empty_cache, in_cache, whole
@@ -253,7 +253,7 @@ def test_what_is_missing_and_the_command_name_the_same_repository(
     assert f"(config.json, model.safetensors of {name})" in caught.value.why
     assert f"download {name};" in caught.value.hint
     entry = registry.get(name)
-    assert fetch.choose_parts(entry, "target", True)[0].repo == name
+    assert entry.needed()[0].repo == name
     text = listed(capsys, name)
     assert f"download {name}" in text and f"--model {name} " in text
     assert find_model_by_name("leloy/Anole-7b-v0.1-hf") == entries()[ANOLE]
@@ -303,7 +303,7 @@ def test_the_list_says_what_is_here(capsys: pytest.CaptureFixture[str], empty_ca
     (anole,) = [line for line in lines if line.startswith(ANOLE)]
     assert c2i.endswith("yes") and t2i.endswith("yes, but no drafter")
     assert anole.endswith("missing: target, drafter, vq")
-    assert any("lantern-hpu download NAME" in line for line in lines)
+    assert any("lantern-hpu models download NAME" in line for line in lines)
 
 
 @pytest.mark.parametrize("name", [None, "builtin", *entries()])

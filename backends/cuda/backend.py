@@ -191,7 +191,7 @@ class CUDABackend(Backend):
             free, total = torch.cuda.mem_get_info()
             cause = str(error).splitlines()[0]
             why = f"{free / 1e9:.1f} of {total / 1e9:.1f} GB are free ({cause})"
-            plan = shell("plan", "MODEL")
+            plan = shell("models plan", "MODEL")
             hint = words("a smaller", Arg("batch_size"), f"; {plan} counts what is needed")
             raise DeviceError("the GPU has too little memory", why, hint) from error
 

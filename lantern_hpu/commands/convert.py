@@ -1,7 +1,7 @@
 """Turn published checkpoints into one model folder.
 
-    lantern-hpu convert llamagen-t2i-256 models/t2i
-    lantern-hpu convert llamagen-t2i-256 models/t2i-int8 --quantize int8
+    lantern-hpu models convert llamagen-t2i-256 models/t2i
+    lantern-hpu models convert llamagen-t2i-256 models/t2i-int8 --quantize int8
     lantern-hpu generate --model models/t2i --prompt "a red apple" --output apple.png
 
 The folder holds safetensors files with our names, sizes, default sampling, checksums, the target's fingerprint
@@ -25,7 +25,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 def make_parser() -> argparse.ArgumentParser:
     about = "Convert published checkpoints to a model folder."
-    parser = Parser("lantern-hpu convert", description=about)
+    parser = Parser("lantern-hpu models convert", description=about)
     add = parser.add_argument
     add("source", help="model name, Hub id, folder or weights file")
     add("output", type=file_path, help="folder to write; must not exist")

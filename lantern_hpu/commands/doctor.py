@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from lantern_hpu import __version__
 from lantern_hpu.backends.examine import Facts, examine
@@ -20,6 +20,8 @@ from lantern_hpu.commands.options import Parser
 from lantern_hpu.errors import torchvision_misfit
 from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.results.tables import aligned
+
+Rows = list[tuple[str, str]]
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -47,70 +49,71 @@ def examine_all() -> Facts:
 
 def doctor_report(facts: Facts) -> str:
     """The facts as text in short aligned sections."""
-    versions = [
-        ("lantern_hpu", facts["lantern_hpu"]),
-        ("python", f"{facts['python']} on {facts['platform']}"),
-        ("torch", facts["torch"] or "not installed"),
-    ]
-    if facts["torchvision"]:
-        remedy = "transformers will not load; try: pip uninstall torchvision"
-        versions.append(("wrong", f"{facts['torchvision']}: {remedy}"))
-    parts = [section(versions)]
-    for name, result in facts["devices"].items():
-        state = f"available, {result['why']}" if result["available"] else "not available"
-        parts.append(section(describe_device(result), f"{name}: {state}"))
+    gaudi, default = facts["gaudi"], facts["default"]
+    sections = {"": describe_versions(facts)}
+    for name, found in facts["devices"].items():
+        state = f"available, {found['why']}" if found["available"] else "not available"
+        sections[f"{name}: {state}"] = describe_device(found)
     marks = {True: "ok", False: "--"}
-    rows = [(c["name"], f"{marks[c['ok']]}  {c['detail']}") for c in facts["gaudi"]["checks"]]
-    parts.append(section(rows, "gaudi"))
-    if facts["gaudi"]["flags"]["active"]:
-        parts.append(section(describe_flags(facts["gaudi"]["flags"]), "flags"))
-    names = [
-        (name, method["about"] + (", needs a drafter" if method["needs_drafter"] else ""))
+    sections["gaudi"] = [(c["name"], f"{marks[c['ok']]}  {c['detail']}") for c in gaudi["checks"]]
+    if gaudi["flags"]["active"]:
+        sections["flags"] = describe_flags(gaudi["flags"])
+    sections["methods"] = [
+        (name, method["about"] + ", needs a drafter" * method["needs_drafter"])
         for name, method in facts["methods"].items()
     ]
-    parts.append(section(names, "methods"))
-    default = facts["default"]
-    parts.append(f"default: {default['device'] or 'no device'}, because {default['why']}")
-    return "\n\n".join(parts)
+    last = f"default: {default['device'] or 'no device'}, because {default['why']}"
+    return "\n\n".join([*(section(head, rows) for head, rows in sections.items()), last])
 
 
-def section(rows: Sequence[tuple[str, str]], *head: str) -> str:
+def section(head: str, rows: Rows) -> str:
     """Two aligned columns, indented, below a line if one is given."""
     cells = []
     for name, text in rows:
         first, *more = text.split("\n")
         cells += [(f"  {name}", first), *(("", line) for line in more)]
-    return "\n".join([*head, aligned(cells)]).rstrip()
+    return f"{head}\n{aligned(cells)}".strip("\n").rstrip()
 
 
-def describe_device(found: Facts) -> list[tuple[str, str]]:
+def describe_versions(facts: Facts) -> Rows:
+    remedy = "transformers will not load; try: pip uninstall torchvision"
+    misfit = facts["torchvision"]
+    return [
+        ("lantern_hpu", facts["lantern_hpu"]),
+        ("python", f"{facts['python']} on {facts['platform']}"),
+        ("torch", facts["torch"] or "not installed"),
+        *([("wrong", f"{misfit}: {remedy}")] if misfit else []),
+    ]
+
+
+def describe_device(found: Facts) -> Rows:
     """Rows of one device: what it is, its memory, what it can do, best first, and what is wrong."""
     details, memory = found.get("details", {}), found.get("memory", {})
-    rows = [] if found["available"] else [("why", found["why"].replace("; ", "\n"))]
-    if "error" not in details:
-        rows += [(name, str(value)) for name, value in details.items() if isinstance(value, str)]
     known = [f"{n / 2**30:.1f} GiB {name}" for name, n in memory.items() if isinstance(n, int)]
-    rows += [("memory", ", ".join(known))] if known else []
-    if built := found.get("kernels", {}).get("built"):
-        rows.append(("kernels", built))
-    if chosen := found.get("products", {}).get("chosen"):
-        rows.append(("products", "\n".join(chosen)))
-    for key in ("dtypes", "graph_modes"):
-        rows += [(key.replace("_", " "), ", ".join(found[key]))] if found.get(key) else []
-    return [*rows, *error_rows(details), *error_rows(memory), *error_rows(found)]
+    said = {"why": "" if found["available"] else found["why"].replace("; ", "\n")}
+    if "error" not in details:
+        said |= {name: str(value) for name, value in details.items() if isinstance(value, str)}
+    said |= {
+        "memory": ", ".join(known),
+        "kernels": found.get("kernels", {}).get("built"),
+        "products": "\n".join(found.get("products", {}).get("chosen") or ()),
+        "dtypes": ", ".join(found.get("dtypes", ())),
+        "graph modes": ", ".join(found.get("graph_modes", ())),
+    }
+    rows = [(name, text) for name, text in said.items() if text]
+    return [*rows, *(row for part in (details, memory, found) for row in error_rows(part))]
 
 
-def error_rows(found: Facts) -> Iterator[tuple[str, str]]:
+def error_rows(found: Facts) -> Rows:
     """Rows of an error, if there is one."""
-    for name in ("error", "meaning", "hint"):
-        if found.get(name):
-            yield ("try" if name == "hint" else name, found[name])
+    names = {"error": "error", "meaning": "meaning", "hint": "try"}
+    return [(shown, found[name]) for name, shown in names.items() if found.get(name)]
 
 
-def describe_flags(flags: Facts) -> list[tuple[str, str]]:
+def describe_flags(flags: Facts) -> Rows:
     """Rows of the flags: the mode and why; each that this project sets, with its reason; the user's."""
     if "error" in flags:
-        return list(error_rows(flags))
+        return error_rows(flags)
     rows = [
         ("mode", f"{'lazy' if flags['lazy'] else 'eager and compile'}: {flags['why']}"),
         ("release", f"the contract of bridge {flags['release']}"),
@@ -118,16 +121,14 @@ def describe_flags(flags: Facts) -> list[tuple[str, str]]:
     yours = dict(flags["respected"])
     for flag in flags["settings"]:
         name, value, why = flag["name"], flag["value"], flag["why"]
-        given = yours.pop(name, None)
-        head = f"{name}={value if given is None else given}"
+        given, otherwise = yours.pop(name, None), flag["otherwise"]
         if given is None:
-            rows.append(("set", f"{head}: {why} ({flag['otherwise']})"))
+            rows.append(("set", f"{name}={value}: {why} ({otherwise})"))
         elif given == value:
-            rows.append(("yours", f"{head}, as it would be set: {why}"))
+            rows.append(("yours", f"{name}={given}, as it would be set: {why}"))
         else:
-            rows.append(
-                ("yours", f"{head}, kept; {value} would be set: {why} ({flag['otherwise']})")
-            )
+            kept = f"{name}={given}, kept; {value} would be set: {why} ({otherwise})"
+            rows.append(("yours", kept))
     return rows + [("yours", f"{name}={value}") for name, value in yours.items()]
 
 

@@ -247,7 +247,7 @@ def job_of_png(args: argparse.Namespace) -> GenerateJob:
     config: dict[str, Any] = data["config"]
     if name := config.get("stretch"):
         what = f"{args.from_png} is of a model stretched to {name}, which is a folder now"
-        hint = f"lantern-hpu stretch {name} --output FOLDER, then --model FOLDER with --prompt and --seed"
+        hint = f"lantern-hpu models stretch {name} --output FOLDER, then --model FOLDER with --prompt and --seed"
         raise OptionError(what, hint=hint)
     # Images of a processor that do not name them were drawn by the plain kernels, or by others with the same bits
     kernels = "plain" if is_host(config.get("device")) else "auto"

@@ -1,7 +1,9 @@
 """The `models` command: which models there are, which are here, and how to get one. Needs no torch.
 
-lantern-hpu models
-lantern-hpu models llamagen-t2i-256
+    lantern-hpu models
+    lantern-hpu models llamagen-t2i-256
+
+`models plan`, `models download`, `models convert` and `models stretch` are commands of their own (`cli.py`).
 """
 
 from __future__ import annotations
@@ -22,12 +24,19 @@ from lantern_hpu.zoo.registry import KnownModel, Part, entries, get
 
 Facts = dict[str, Any]
 ADVICE = """
-get one        lantern-hpu download NAME
-see one        lantern-hpu models NAME
-what it needs  lantern-hpu plan NAME --memory 24GB
+show one      lantern-hpu models NAME
+its memory    lantern-hpu models plan NAME --memory 24GB
+download it   lantern-hpu models download NAME
 
 The size is that of all files it draws with, the licence its target's: a part may have another.
 * as its page is labelled; see the model's note."""
+
+USAGE = "lantern-hpu models [NAME] [--json]"
+OTHERS = """commands for one model, each with its own --help:
+  lantern-hpu models plan [NAME]           count the memory that it needs
+  lantern-hpu models download NAME         fetch it from the Hugging Face Hub
+  lantern-hpu models convert NAME FOLDER   write its checkpoints as one model folder
+  lantern-hpu models stretch NAME          write a small model at the sizes of a large one"""
 
 
 def builtin_facts() -> Facts:
@@ -78,7 +87,7 @@ def model_facts(entry: KnownModel) -> Facts:
         "missing": [part.role for part in located.missing()],
         "sampling": dict(entry.sampling),
         "parts": [part_facts(part, located) for part in entry.parts.values()],
-        "get": f"lantern-hpu download {entry.handle}",
+        "get": f"lantern-hpu models download {entry.handle}",
         "draw": draw_command(entry),
     }
 
@@ -125,7 +134,7 @@ def model_text(model: Facts) -> str:
         lines += ["", *part_lines(part, model)]
     lines += ["", *paragraph("get it", model["get"]), *paragraph("draw", model["draw"])]
     if model["name"] != "builtin":
-        lines += paragraph("memory", f"lantern-hpu plan {model['name']} --memory 24GB")
+        lines += paragraph("memory", f"lantern-hpu models plan {model['name']} --memory 24GB")
     return "\n".join(lines)
 
 
@@ -157,8 +166,9 @@ def sampling_text(sampling: Mapping[str, float]) -> str:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    about = "List known models, and which of them are on this machine."
-    parser = Parser("lantern-hpu models", description=about)
+    about = "List known models and which of them are on this machine, or show one."
+    parser = Parser("lantern-hpu models", usage=USAGE, description=about, epilog=OTHERS)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("name", nargs="?", metavar="NAME", help="show details and files of one model")
     add("--json", action="store_true", help="print everything as JSON")

@@ -39,20 +39,20 @@ if TYPE_CHECKING:
     from lantern_hpu.results.outputs import SavedTokens
 
 
-CONTAINERS = (".npy", ".npz", SAFE, *PICKLES)
+CONTAINERS = (".npy", ".npz", SAFE)
 
 
 def make_parser() -> argparse.ArgumentParser:
     about = "Decode saved tokens to images."
     parser = options.Parser("lantern-hpu pixels", description=about)
     add = parser.add_argument
-    tokens = "tokens of `generate --save-tokens`, or codes: .npy, .npz, .pt, .safetensors, a folder"
+    tokens = "tokens of `generate --save-tokens`, or codes: .npy, .npz, .safetensors, a folder"
     add("tokens", type=options.file_path, metavar="TOKENS.npz", help=tokens)
     add("--model", default="builtin", help="model that the tokens are of (builtin)")
     output = "a .png file, or a folder (out)"
     add("--output", type=options.output_path, default="out", help=output)
     add("--force", action="store_true", help="replace existing files")
-    options.add_fields(parser, PartOverrides)
+    options.add_fields(parser, PartOverrides, "vq")
     options.add_device_options(parser, graphs=False)
     return parser
 
@@ -99,40 +99,25 @@ def read_file(path: Path, config: TransformerConfig) -> SavedTokens:
 
 
 def held_arrays(path: Path) -> dict[str, NDArray[Any]]:
-    """The arrays of a file by name, of a file of torch those of whole numbers; `codes` is the one of no name."""
-    from lantern_hpu.models.files.checkpoint import load_pickle, open_safetensors
+    """The arrays of a file by name, of safetensors those of whole numbers."""
+    from lantern_hpu.models.files.checkpoint import open_safetensors
     from lantern_hpu.results.outputs import read_arrays
 
-    if path.suffix not in (SAFE, *PICKLES):
+    if path.suffix in PICKLES:
+        why = f"it is a file of torch.save; read are {', '.join(CONTAINERS)}"
+        hint = "numpy.save('tokens.npy', tokens) writes one"
+        raise OptionError(f"cannot read tokens from {path}", why, hint)
+    if path.suffix != SAFE:
         return read_arrays(path)
     check_regular(path)
     check_content(path)
-    if path.suffix == SAFE:
-        stored = open_safetensors(path)
-        content: Any = {name: stored.read(name) for name in stored.shapes}
-    else:
-        content = load_pickle(path)
-    content = content if isinstance(content, dict) else {"codes": content}
-    with reported_as(f"cannot read tokens from {path}"):
-        arrays = {str(name): as_array(value) for name, value in content.items()}
-    return {name: array for name, array in arrays.items() if array is not None}
-
-
-def as_array(value: Any, depth: int = 4) -> NDArray[np.int64] | None:
-    """The whole numbers of a tensor, or of lists of equal ones; None for anything else."""
-    from torch import Tensor
-
-    from lantern_hpu.models.files.checkpoint import is_plain
-
-    if isinstance(value, Tensor) and is_plain(value):
-        known = not (value.is_floating_point() or value.is_complex())
-        return value.numpy().astype(np.int64) if known else None
-    if isinstance(value, list | tuple) and depth:
-        parts = [as_array(part, depth - 1) for part in value]
-        arrays = [part for part in parts if part is not None]
-        equal = len({part.shape for part in arrays}) == 1 and len(arrays) == len(parts)
-        return np.stack(arrays) if equal else None
-    return np.asarray(value) if type(value) is int else None
+    stored = open_safetensors(path)
+    tensors = {name: stored.read(name) for name in stored.shapes}
+    return {
+        name: tensor.numpy()
+        for name, tensor in tensors.items()
+        if not (tensor.is_floating_point() or tensor.is_complex())
+    }
 
 
 def picture_rows(array: NDArray[Any], config: TransformerConfig) -> NDArray[np.int64] | None:

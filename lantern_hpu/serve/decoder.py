@@ -246,7 +246,9 @@ def check_engines(pipeline: LanternPipeline, model: ServedModel, slots: int) -> 
     free, name = pipeline.backend.memory().free or 0, pipeline.backend.name
     what = f"the engines of {', '.join(model.methods)} with {slots} slots do not fit together"
     why = f"they need {amount(free + more)} besides the weights, {amount(free)} are free on {name}"
-    least = words(Arg("method", "ar"), Arg("slots", 1), ", or", shell("plan", Arg("serve", True)))
+    least = words(
+        Arg("method", "ar"), Arg("slots", 1), ", or", shell("models plan", Arg("slots", 8))
+    )
     hint = words(*[part for one in fitting for part in (one, "or")][:-1], "fits")
     raise DeviceError(what, why, hint if fitting else least)
 

@@ -1,4 +1,4 @@
-"""Model cards for the Hugging Face Hub (README.md of a folder): of what `train` and `convert` write.
+"""Model cards for the Hugging Face Hub (README.md of a folder): of what `train` and `models convert` write.
 
 Figures come from the folder's own report or are left out.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,29 +18,29 @@ from lantern_hpu.models.config import ModelConfig
 from lantern_hpu.zoo.registry import find_model_by_name
 
 LICENCES = {"MIT": "mit", "Apache-2.0": "apache-2.0"}  # by the Hub's identifiers; others are named
-TAGS = ("image-generation", "speculative-decoding")
 # Methods in a trained drafter's report; the second where neighbours are known
 MEASURED = ("eagle", "lantern++")
 
-DRAFTER = """# EAGLE drafter for {model}
+CARD = """---
+{metadata}
+---
 
-One transformer layer that drafts image tokens for speculative decoding. Method `eagle` is lossless:
-images, of {tokens} tokens each, come from the distribution of {model} itself. The drafter
-belongs to the target with fingerprint `{fingerprint}`.
-"""
-FOLDER = """# {model}, converted for lantern_hpu
+# {title}
 
-The parts of {model} as safetensors files, {drafts} a drafter: {width} x {height} pixels,
-{tokens} tokens an image. `model.json` has sizes, default sampling and the checksum
-of each file. A text encoder is not included.
-"""
-USAGE = """
+{about} An image of {model} has {width} x {height} pixels of {tokens} tokens.
+The target's fingerprint is `{fingerprint}`.
+
 ```bash
 pip install "lantern-hpu[models]"
 {command} {result}
 ```
 
+{measured}
 """
+DRAFTER = """One transformer layer that drafts image tokens for speculative decoding. Method `eagle` is lossless:
+images come from the distribution of {model} itself."""
+FOLDER = """The parts of {model} as safetensors files, {drafts} a drafter. `model.json` has sizes, default sampling and
+the checksum of each file. A text encoder is not included."""
 FIGURES = """Measured on {held_out_prompts} held-out prompts, after step {kept_step}:
 
 | method | tokens a step | share accepted, by depth |
@@ -49,72 +48,75 @@ FIGURES = """Measured on {held_out_prompts} held-out prompts, after step {kept_s
 """
 
 
-@dataclass(frozen=True)
-class Subject:
-    """What a card is about: a model, or the drafter of one; `fingerprint` is of the target's weights."""
+def card(
+    model: str,
+    config: ModelConfig,
+    fingerprint: str,
+    folder: str,
+    report: Mapping[str, Any] | None = None,
+) -> str:
+    """The card of a converted folder; of a trained drafter where there is the `report` of its training.
 
-    model: str
-    config: ModelConfig
-    fingerprint: str
-
-    def metadata(self, tags: Sequence[str]) -> str:
-        """What the Hub reads, as YAML: the target's repository and licence, where they are known."""
-        from huggingface_hub import ModelCardData
-
-        entry = find_model_by_name(self.model)
-        target = entry.parts["target"] if entry else None
-        said = "Apache-2.0" if self.model == "builtin" else target.licence if target else ""
-        said = "" if said == "not stated" else said
-        licence = LICENCES.get(said, "other") if said else "unknown"
-        name = re.sub(r"[^a-z0-9.]+", "-", said.lower()).strip("-")
-        data = ModelCardData(
-            license=licence,
-            license_name=name if licence == "other" else None,
-            base_model=target.repo if target else None,
-            library_name="lantern-hpu",
-            pipeline_tag="text-to-image",
-            tags=[*TAGS, *tags],
-        )
-        return str(data.to_yaml())
-
-    def card(self, text: str, options: Sequence[Arg], end: str, *tags: str) -> str:
-        """A text of what it is, the command that draws with it by these options, and what was measured."""
-        height, width = self.config.image_size
-        prompt = Arg("prompt", "a red apple")
-        if self.config.condition.kind == "classes":
-            prompt = Arg("class_label", "goldfish")
-        body = (text + USAGE).format(
-            model=self.model,
-            tokens=self.config.target.tokens,
-            fingerprint=self.fingerprint[:12],
-            drafts="with" if self.config.drafter else "without",
-            width=width,
-            height=height,
-            command=shell("generate", *options, prompt),
-            result=as_option(self.config.result),
-        )
-        return f"---\n{self.metadata(tags)}\n---\n\n{body}{end}\n"
+    Args:
+        model: name of the target. fingerprint: of its weights. folder: that the command names.
+    """
+    options, title = [Arg("model", folder)], f"{model}, converted for lantern_hpu"
+    about, tags, measured = FOLDER, [], "Speed and quality were not measured."
+    if report is not None:
+        options = [Arg("model", model), Arg("drafter", folder), Arg("method", "eagle")]
+        title, about, tags = f"EAGLE drafter for {model}", DRAFTER, ["eagle"]
+        measured = FIGURES.format(**report) + "\n".join(figures(report))
+    classes = config.condition.kind == "classes"
+    prompt = Arg("class_label", "goldfish") if classes else Arg("prompt", "a red apple")
+    height, width = config.image_size
+    return CARD.format(
+        metadata=card_metadata(model, tags),
+        title=title,
+        about=about.format(model=model, drafts="with" if config.drafter else "without"),
+        model=model,
+        width=width,
+        height=height,
+        tokens=config.target.tokens,
+        fingerprint=fingerprint[:12],
+        command=shell("generate", *options, prompt),
+        result=as_option(config.result),
+        measured=measured,
+    )
 
 
-def drafter_card(subject: Subject, folder: str, report: Mapping[str, Any]) -> str:
-    """The card of a trained drafter, with what its training measured."""
-    options = Arg("model", subject.model), Arg("drafter", folder), Arg("method", "eagle")
+def figures(report: Mapping[str, Any]) -> list[str]:
+    """Rows of a table of what a drafter's training measured."""
     rows = []
     for method in (name for name in MEASURED if name in report):
         depths = ", ".join(f"{share:.2f}" for share in report[method]["by_depth"])
         rows.append(f"| `{method}` | {report[method]['tokens_per_step']:.2f} | {depths} |")
-    return subject.card(DRAFTER, options, FIGURES.format(**report) + "\n".join(rows), "eagle")
+    return rows
 
 
-def folder_card(subject: Subject, folder: str) -> str:
-    end = "Speed and quality were not measured when this folder was written."
-    return subject.card(FOLDER, [Arg("model", folder)], end)
+def card_metadata(model: str, tags: Sequence[str]) -> str:
+    """What the Hub reads, as YAML: the target's repository and licence, where they are known."""
+    from huggingface_hub import ModelCardData
+
+    entry = find_model_by_name(model)
+    target = entry.parts["target"] if entry else None
+    said = "Apache-2.0" if model == "builtin" else target.licence if target else "not stated"
+    licence = "unknown" if said == "not stated" else LICENCES.get(said, "other")
+    name = re.sub(r"[^a-z0-9.]+", "-", said.lower()).strip("-")
+    data = ModelCardData(
+        license=licence,
+        license_name=name if licence == "other" else None,
+        base_model=target.repo if target else None,
+        library_name="lantern-hpu",
+        pipeline_tag="text-to-image",
+        tags=["image-generation", "speculative-decoding", *tags],
+    )
+    return str(data.to_yaml())
 
 
-def write_card(folder: Path, make: Any, *what: Any) -> None:
-    """Write README.md, unless `huggingface_hub` is missing: then a line on stderr says so."""
+def write_card(folder: Path, *about: Any) -> None:
+    """Write README.md by `card`, unless `huggingface_hub` is missing: then a line on stderr says so."""
     try:
-        text = make(*what)
+        text = card(*about)
     except ImportError:
         hint = 'pip install "lantern-hpu[models]"'
         said = f"no model card was written: huggingface_hub is missing ({hint})"

@@ -1,9 +1,8 @@
-"""Fetching the files of known models from the Hugging Face Hub.
+"""Downloads of known models from the Hugging Face Hub, by `huggingface_hub.snapshot_download`.
 
-A file gets its name when it is whole: huggingface_hub writes to `*.incomplete` and renames. In a user's folder files
-are checked before they are moved into place; in the cache a mark says that a file is still to be checked. So what an
-interrupted run leaves is never taken for a model, and the next run fetches only what is missing. Halves are resumed by
-the versions of huggingface_hub that keep them; those of the others (2.4) are deleted once the file is whole.
+A file counts once it is whole and has the sha256 that our list or the Hub states. In a user's folder it is moved to its
+place then; in the cache a mark says that it is still to be checked. So what an interrupted run leaves is never taken
+for a model, and the next run fetches only what is missing.
 """
 
 from __future__ import annotations
@@ -17,29 +16,16 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from fnmatch import fnmatchcase as fnmatch
+from fnmatch import fnmatchcase
 from pathlib import Path
-from textwrap import wrap
 from types import ModuleType
 
-from lantern_hpu.errors import (
-    Arg,
-    LanternError,
-    OptionError,
-    OutputError,
-    WeightsError,
-    choices,
-    needing,
-    shell,
-    words,
-)
+from lantern_hpu.errors import Arg, LanternError, OutputError, WeightsError, needing, shell, words
 from lantern_hpu.files import amount, clear_temporary, is_plain_path, sha256, write_file
-from lantern_hpu.results.tables import WIDTH, aligned
-from lantern_hpu.zoo.find import LABEL, UNCHECKED, Located, briefly, cached, hub_cache, store
+from lantern_hpu.zoo.find import LABEL, UNCHECKED, Located, hub_cache, store
 from lantern_hpu.zoo.registry import ANY, KnownModel, Part
 
 STAGING = ".fetching"  # in a user's folder, until files are whole and checked
-COMMIT = re.compile("[0-9a-f]{40}")
 FULL = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}  # the second is not known everywhere
 # Errors and packages by which the network is at fault, or was switched off (HF_HUB_OFFLINE)
 UNREACHABLE = {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectionError", "TimeoutError"}
@@ -48,84 +34,104 @@ LARGER = words(Arg("to"), "a folder on a larger disk, or set HF_HOME to one")
 
 
 @dataclass(frozen=True)
-class File:
-    """One file to fetch, as the Hub lists it at a commit."""
+class Listing:
+    """Files of a part to fetch, as the Hub lists them at a commit.
+
+    Attributes:
+        sizes: bytes by name; 0 where the Hub states none. sha256: by name, where it is known.
+    """
 
     part: Part
     commit: str
-    name: str
-    bytes: int | None
-    sha256: str | None
+    sizes: dict[str, int]
+    sha256: dict[str, str]
 
 
-def choose_parts(entry: KnownModel, only: str | None, drafting: bool) -> list[Part]:
-    """The parts to have: those named, or all that drawing needs."""
-    if only is None:
-        return entry.needed(drafting)
-    roles = [role.strip() for role in only.split(",") if role.strip()]
-    unknown = [role for role in roles if role not in entry.parts]
-    if unknown:
-        what = f"{entry.name} has no part {', '.join(unknown)}"
-        raise OptionError(what, hint=choices(entry.parts))
-    if not roles:
-        raise OptionError(words(Arg("only"), "names no part"), hint=choices(entry.parts))
-    if "drafter" in roles and not drafting:
-        both = Arg("only", "drafter"), "and", Arg("without_drafter", True)
-        raise OptionError(words(*both, "contradict each other"))
-    return [part for role, part in entry.parts.items() if role in roles]
+def list_files(hub: ModuleType, part: Part, absent: Sequence[str]) -> Listing:
+    """The files that a part lacks, with the sizes and digests that the Hub states.
 
-
-def list_files(hub: ModuleType, part: Part, absent: Sequence[str]) -> list[File]:
-    """The files that a part lacks, with the sizes and digests that the Hub states."""
+    Raises:
+        WeightsError: the Hub lacks files, has others than the known ones, or its list is malformed.
+    """
     info = hub.HfApi().model_info(part.repo, files_metadata=True)
     there = {sibling.rfilename: sibling for sibling in info.siblings or ()}
-    result, gone = [], []
-    for spec in absent:
-        names = [name for name in spec.split("|") if name in there][:1]
-        if ANY in spec:
-            names = sorted(name for name in there if fnmatch(name, spec))
-        gone += [] if names else [spec]
-        for name in names:
-            stated, known = getattr(there[name].lfs, "sha256", None), part.sha256.get(name)
-            if known and stated and known != stated:
-                what = f"{part.repo} has another {name} than the known one"
-                raise WeightsError(what, f"its sha256 is {stated} there, {known} here", part.page)
-            size = there[name].size
-            size = size if isinstance(size, int) else None
-            result.append(File(part, info.sha, name, size, known or stated))
-    odd = [f"the file {file.name!r}" for file in result if not is_plain_path(file.name)]
-    odd += [] if COMMIT.fullmatch(str(info.sha)) else [f"the commit {info.sha!r}"]
+    chosen = {spec: matching_names(spec, there) for spec in absent}
+    names = [name for matching in chosen.values() for name in matching]
+    odd = [f"the file {name!r}" for name in names if not is_plain_path(name)]
+    if not re.fullmatch("[0-9a-f]{40}", str(info.sha)):
+        odd.append(f"the commit {info.sha!r}")
     if odd:
         what = f"the Hub's list of {part.repo} is refused"
         raise WeightsError(what, f"it names {odd[0][:100]}", f"compare with {part.page}")
+    gone = [spec for spec, matching in chosen.items() if not matching]
     if gone:
         raise WeightsError(f"{part.repo} lacks files", ", ".join(gone), part.page)
-    return result
+    stated = {name: getattr(there[name].lfs, "sha256", None) for name in names}
+    for name, known in part.sha256.items():
+        if stated.get(name) not in (None, known):
+            what = f"{part.repo} has another {name} than the known one"
+            raise WeightsError(what, f"its sha256 is {stated[name]} there, {known} here", part.page)
+    digests = {name: part.sha256.get(name) or stated[name] for name in names}
+    sizes = {name: there[name].size for name in names}
+    return Listing(
+        part,
+        info.sha,
+        {name: size if isinstance(size, int) else 0 for name, size in sizes.items()},
+        {name: digest for name, digest in digests.items() if digest},
+    )
 
 
-def check_space(files: Sequence[File], where: Path) -> None:
-    """Raise an OutputError unless the disk has room for all files."""
-    need = sum(file.bytes or 0 for file in files)
+def matching_names(spec: str, there: Sequence[str] | dict[str, object]) -> list[str]:
+    """The listed names that a part's entry stands for: the first of `a|b`, or all that match a pattern."""
+    if ANY in spec:
+        return sorted(name for name in there if fnmatchcase(name, spec))
+    return [name for name in spec.split("|") if name in there][:1]
+
+
+def check_space(size: int, where: Path) -> None:
+    """Raise an OutputError unless the disk has room for so many bytes."""
     there = next(folder for folder in (where, *where.parents) if folder.exists())
     free = shutil.disk_usage(there).free
-    if need > free:
-        why = f"{amount(need)} needed, {amount(free)} free"
+    if size > free:
+        why = f"{amount(size)} needed, {amount(free)} free"
         raise OutputError(f"not enough space for {where}", why, LARGER)
 
 
-def fetch(hub: ModuleType, file: File, to: Path | None) -> None:
-    repo, role = file.part.repo, file.part.role
-    staging = None if to is None else to / STAGING / role
-    with nullcontext() if to else marked(file):
-        path = Path(hub.hf_hub_download(repo, file.name, revision=file.commit, local_dir=staging))
-        if to is None:  # `main` is looked up later; a file asked for by its commit leaves no ref
-            write_once(store(repo) / "refs" / "main", file.commit)
-            drop_halves(path)
-        check_sum(file, path)
-    if to is not None:
-        place = to / role / file.name
+def fetch(hub: ModuleType, files: Listing, to: Path | None) -> None:
+    """Download, check and put into place the files of a part."""
+    part = files.part
+    staging = to / STAGING / part.role if to else None
+    with nullcontext() if to else marked(files):
+        folder = hub.snapshot_download(
+            part.repo,
+            revision=files.commit,
+            allow_patterns=[glob.escape(name) for name in files.sizes],
+            local_dir=staging,
+        )
+        for name in files.sizes:
+            check_sum(files, name, Path(folder) / name)
+    if to is None:  # `main` is looked up later; what is asked for by a commit leaves no ref
+        write_once(store(part.repo) / "refs" / "main", files.commit)
+        return
+    for name in files.sizes:
+        place = to / part.role / name
         place.parent.mkdir(parents=True, exist_ok=True)
-        os.replace(path, place)
+        os.replace(Path(folder) / name, place)
+
+
+def check_sum(files: Listing, name: str, file: Path) -> None:
+    """Compare a file's digest with the stated one, if there is one; what killed runs left of the file is deleted."""
+    if not file.is_file():
+        raise WeightsError(f"{name} of {files.part.repo} did not arrive", hint="try again later")
+    real = file.resolve()  # in the cache the file is a link
+    for half in real.parent.glob(f"{glob.escape(real.name)}.*.incomplete"):
+        half.unlink(missing_ok=True)
+    expected = files.sha256.get(name)
+    if expected and (got := sha256(file)) != expected:
+        file.unlink()
+        real.unlink(missing_ok=True)
+        why = f"its sha256 is {got}, expected {expected}; it was deleted"
+        raise WeightsError(f"{name} of {files.part.repo} is corrupted", why, "run it again")
 
 
 def write_once(path: Path, text: str) -> None:
@@ -135,45 +141,31 @@ def write_once(path: Path, text: str) -> None:
         write_file(path, text.encode(), force=True)
 
 
-def drop_halves(whole: Path) -> None:
-    """Delete what killed runs left of a file that is whole now; the library names each try differently."""
-    blob = whole.resolve()  # in the cache the file is a link
-    for half in blob.parent.glob(f"{glob.escape(blob.name)}.*.incomplete"):
-        half.unlink(missing_ok=True)
-
-
 @contextmanager
-def marked(file: File) -> Iterator[None]:
-    """In the cache, a mark while a file is fetched and checked; it outlasts only what leaves the file unchecked."""
-    mark = store(file.part.repo) / UNCHECKED / file.name
-    write_once(mark, "")
-    done = False
+def marked(files: Listing) -> Iterator[None]:
+    """Marks in the cache while files are fetched and checked; they outlast only what leaves files unchecked."""
+    root = store(files.part.repo)
+    marks = {name: root / UNCHECKED / Path(name).name for name in files.sizes}
+    for mark in marks.values():
+        write_once(mark, "")
+    checked = False
     try:
         yield
-        done = True
+        checked = True
     finally:
-        if done or cached(file.part.repo, file.name) is None:
-            mark.unlink(missing_ok=True)
+        for name, mark in marks.items():
+            if checked or not (root / "snapshots" / files.commit / name).exists():
+                mark.unlink(missing_ok=True)
+        for folder in (root / UNCHECKED, root):
             with suppress(OSError):  # not empty
-                for folder in mark.parents[: len(Path(file.name).parts) + 1]:
-                    folder.rmdir()
-
-
-def check_sum(file: File, found: Path) -> None:
-    """Compare a fetched file's digest with the stated one, if there is one."""
-    if file.sha256 and (got := sha256(found)) != file.sha256:
-        real = found.resolve()  # in the cache the file is a link
-        found.unlink()
-        real.unlink(missing_ok=True)
-        what = f"{file.name} of {file.part.repo} came damaged"
-        why = f"its sha256 is {got}, expected {file.sha256}; it was deleted"
-        raise WeightsError(what, why, "the same command again")
+                folder.rmdir()
 
 
 def clean_up(folder: Path, done: bool) -> None:
-    """Drop the staging folder, unless it holds half a file that a later run may resume; and empty folders."""
+    """Drop the staging folder, unless it holds files that a later run may take up; and empty folders."""
     staging = folder / STAGING
-    if done or not any(staging.rglob("*.incomplete")):
+    begun = (path for path in staging.rglob("*") if path.is_file() and ".cache" not in path.parts)
+    if done or not any(begun):
         shutil.rmtree(staging, ignore_errors=True)
     for empty in (staging, folder):
         if empty.is_dir() and not any(empty.iterdir()):
@@ -181,8 +173,8 @@ def clean_up(folder: Path, done: bool) -> None:
 
 
 @contextmanager
-def explain_errors(entry: KnownModel, part: Part, where: Path) -> Iterator[None]:
-    """What can go wrong between the Hub and the disk, as errors that say what to do."""
+def explained(entry: KnownModel, part: Part, where: Path) -> Iterator[None]:
+    """Around what can go wrong between the Hub and the disk, which is raised as errors that say what to do."""
     try:
         yield
     except LanternError:
@@ -212,7 +204,7 @@ def explain_download(
     if getattr(error, "errno", None) in FULL or "No space left on device" in str(error):
         return OutputError(f"the disk is full at {where}", "no space left", LARGER)
     if kinds & UNREACHABLE or type(error).__module__.split(".")[0] in NETWORK:
-        elsewhere = shell("download", entry.handle, Arg("to", "FOLDER"))
+        elsewhere = shell("models download", entry.handle, Arg("to", "FOLDER"))
         copied = "; copy FOLDER here and give it as"
         hint = words("with a network elsewhere:", elsewhere, copied, Arg("model"))
         return WeightsError("the Hugging Face Hub cannot be reached", text, hint)
@@ -226,37 +218,26 @@ def explain_download(
     return None
 
 
-def fetch_text(entry: KnownModel, parts: Sequence[Part], located: Located) -> str:
-    """What will be fetched: parts, sizes, licences, and what is here already."""
-    rows = []
-    for part in parts:
-        here = "here already" if located[part.role] else amount(part.bytes)
-        rows.append((part.role, here, part.licence, f"{part.repo}: {briefly(part.files)}"))
-    lines = [f"{entry.name}: {entry.title}", *(f"  {x}" for x in aligned(rows).split("\n"))]
-    note = f"note: {entry.note}" if entry.note else ""
-    lines += wrap(note, WIDTH, initial_indent="  ", subsequent_indent="  ")
-    return "\n".join(lines)
-
-
 def fetch_all(entry: KnownModel, parts: Sequence[Part], located: Located, to: Path | None) -> None:
     """List, check and fetch what the parts lack."""
     with needing("huggingface_hub", "it fetches the files"):
         import huggingface_hub as hub
-    where, done = to or hub_cache(), False
-    files: list[File] = []
+    where = to or hub_cache()
+    listings = []
     for part in parts:
-        with explain_errors(entry, part, where):
-            files += list_files(hub, part, located.absent[part.role])
-    check_space(files, where)
-    size = amount(sum(file.bytes or 0 for file in files))
-    print(f"fetching {len(files)} file{'s' * (len(files) > 1)}, {size}, to {where}", flush=True)
+        with explained(entry, part, where):
+            listings.append(list_files(hub, part, located.absent[part.role]))
+    count = sum(len(files.sizes) for files in listings)
+    size = sum(sum(files.sizes.values()) for files in listings)
+    check_space(size, where)
+    print(f"fetching {count} file{'s' * (count > 1)}, {amount(size)}, to {where}", flush=True)
+    done = False
     try:
-        for file in files:
-            with explain_errors(entry, file.part, where):
-                fetch(hub, file, to)
+        for files in listings:
+            with explained(entry, files.part, where):
+                fetch(hub, files, to)
                 if to is not None:  # so that the folder says which model it holds
-                    label = json.dumps({"model": entry.name}, indent=1) + "\n"
-                    write_once(to / LABEL, label)
+                    write_once(to / LABEL, json.dumps({"model": entry.name}, indent=1) + "\n")
         done = True
     finally:
         if to is not None:

@@ -112,7 +112,7 @@ def cached_folder(part: Part) -> Path | None:
 def unchecked(repo: str) -> set[str]:
     """Files in the cache that were fetched, but whose checksums were not compared: that was interrupted."""
     marks = store(repo) / UNCHECKED
-    return {mark.name for mark in marks.rglob("*") if mark.is_file()} if marks.is_dir() else set()
+    return {mark.name for mark in marks.iterdir()} if marks.is_dir() else set()
 
 
 def of_folder(folder: Path) -> KnownModel | None:
@@ -149,7 +149,7 @@ def require_parts(
     )
     where = f"in {folder}" if folder else "on this machine"
     to = [Arg("to", folder)] if folder else []
-    hint = shell("download", entry.handle, *to)
+    hint = shell("models download", entry.handle, *to)
     if "drafter" in located.absent:
         less = amount(entry.parts["drafter"].bytes)
         fewer = as_option(Arg("without_drafter", True))

@@ -1,6 +1,6 @@
 """Widen a small model to the sizes of a large one, and write it as a model folder.
 
-    lantern-hpu stretch llamagen-xl --output xl
+    lantern-hpu models stretch llamagen-xl --output xl
     lantern-hpu bench --model xl --device cpu --output xl.json
 
 It computes what the small model computes, each step at the large one's cost: `lantern_lab/stretch.py` says how.
@@ -46,7 +46,7 @@ class StretchRequest:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = Parser(
-        "lantern-hpu stretch",
+        "lantern-hpu models stretch",
         description="Write a small model at the sizes of a large one, to measure that one's cost without its weights.",
     )
     add_fields(parser, StretchRequest)

@@ -16,14 +16,15 @@ import numpy as np
 import torch
 
 from lantern_hpu.backends.host import processor_name
+from lantern_hpu.decode.requirements import Rates
 from lantern_hpu.errors import Arg, DeviceError, as_option, spelled, words
 from lantern_hpu.methods.setting import AUTO
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.plan.floors import Rates, StepPasses, floor, sizes
 from lantern_hpu.results.images import mean_tv, tokens_per_step
 from lantern_hpu.results.progress import ProgressBar
 from lantern_hpu.results.prompts import usual_prompts
 from lantern_lab.measure import meter as metering
+from lantern_lab.measure.floors import StepPasses, floor, sizes
 from lantern_lab.measure.meter import Meter, split_step, step_alone, usual_requests
 from lantern_lab.measure.options import BenchRequest, cases_of, has_long_steps, measurable_modes
 from lantern_lab.measure.reports import KIND, VERSION, heading

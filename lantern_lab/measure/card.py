@@ -27,7 +27,7 @@ def commands(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
     """Each file or folder with the command that makes it; they run in its folder, so that reports name no path."""
     model = args.model or XL
     if args.model is None:
-        yield XL, f"stretch {SIZES} --output {XL}"
+        yield XL, f"models stretch {SIZES} --output {XL}"
     first, start = args.batch_sizes.partition(",")[0], Path(model).name
     for sizes, ending in ((first, ""), (args.batch_sizes, "-batches")):
         file = f"{start}-{args.name}{ending}.json"

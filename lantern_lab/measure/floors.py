@@ -3,24 +3,110 @@
     python -m lantern_lab.measure.floors
 
 prints the tables of docs/performance.md: milliseconds of a step in bfloat16 with guidance, for `ar` and for draft
-trees of three sizes, drafting included. `lantern_hpu.plan.floors.floor` counts them. In brackets, for a card that was
+trees of three sizes, drafting included. `floor` counts them. In brackets, for a card that was
 measured: the step as projected from its launches and from the bandwidth there.
 """
 
 from __future__ import annotations
 
 import argparse
+from typing import NamedTuple
 
-from lantern_hpu.plan.floors import Rates, StepPasses, floor, projected
-from lantern_hpu.plan.requirements import accelerators
+from lantern_hpu.decode.requirements import Rates, accelerators, least_seconds
+from lantern_hpu.models.config import ModelConfig, TransformerConfig
+from lantern_hpu.models.model import EmptyModel
 from lantern_hpu.results.tables import markdown
-from lantern_hpu.tree import DraftTree, load_static
+from lantern_hpu.tree import DraftTree, DynamicTree, Tree, load_static
 from lantern_hpu.zoo.registry import entries
 
 MODELS = ("llamagen-t2i-256", "llamagen-t2i-512", "anole-7b")
 CARDS = ("rtx3090", "h100", "h200", "gaudi2")
 BATCHES = (1, 4, 16)
 TREES = (DraftTree.root_only(), *map(load_static, ("chain", "mc_sim_7b_63", "naive_extend_57")))
+
+
+class Pass(NamedTuple):
+    """One pass of the target or the drafter over some tokens a row, the head over some of them."""
+
+    tokens: int
+    logits: int
+
+
+class StepPasses(NamedTuple):
+    """The passes of a step: the drafter's one after the other, then the target's over all nodes."""
+
+    draft: tuple[Pass, ...]
+    verify: Pass
+
+    @classmethod
+    def of(cls, tree: Tree) -> StepPasses:
+        """Of a draft tree; the drafter's first pass catches up with one token."""
+        if not tree.needs_drafter:
+            return cls((), Pass(tree.size, tree.size))
+        catch_up = Pass(1, 1)
+        if isinstance(tree, DynamicTree):
+            grow = (Pass(tree.top_k, tree.top_k),) * tree.expansions
+            return cls((catch_up, *grow), Pass(tree.size, tree.size + 1))
+        levels = tuple(Pass(len(level), len(level)) for level in tree.frontiers[1:])
+        # Logits at the nodes with children, and at the one where the walk stops
+        return cls((catch_up, *levels), Pass(tree.size, len(tree.expanded) + 1))
+
+
+class Floor(NamedTuple):
+    """Least seconds of a step's two parts, and what bounds the larger one."""
+
+    draft: float
+    verify: float
+    bound: str  # "bandwidth" or "arithmetic", of the verification
+
+    @property
+    def step(self) -> float:
+        return self.draft + self.verify
+
+
+def sizes(model: ModelConfig, guidance: bool, number_bytes: int) -> dict[str, int]:
+    """What a step of a model reads and multiplies, as reports have it: counts of numbers unless the name says more."""
+    config, empty = model.target, EmptyModel.of(model)
+    return {
+        "body": empty.body,
+        "head": empty.head,
+        "drafter": empty.drafting,
+        **{name: getattr(config, name) for name in "layers width kv_width prefix tokens".split()},
+        "rows_per_image": 2 if guidance else 1,
+        "number_bytes": number_bytes,
+    }
+
+
+def floor(model: ModelConfig, passes: StepPasses, rows: int, rates: Rates) -> Floor:
+    """The floor of a step over a batch of these rows; with guidance, two an image.
+
+    Passes of a step wait for each other, so their floors add up.
+    """
+    drafts = (least_seconds(model, rates, rows, *one, drafter=True) for one in passes.draft)
+    read, multiply = least_seconds(model, rates, rows, *passes.verify)
+    bound = "bandwidth" if read >= multiply else "arithmetic"
+    return Floor(sum(map(max, drafts)), max(read, multiply), bound)
+
+
+# Kernels of a captured step on CUDA, in parts; `lantern_lab.measure.launches` counts the whole, and a test compares
+LAYER, LONG_LAYER = 8, 10  # of a layer; of one whose cache is longer than this
+LONG = 512
+PLAIN_STEP, DRAFTED, DRAFT_PASS = 12, 24, 17  # of `ar`; what drafts add; of a pass of the drafter
+
+
+def launches(config: TransformerConfig, passes: StepPasses) -> int:
+    """About how many kernels a step launches on CUDA; not for dynamic trees, whose tables are many more."""
+    positions = config.prefix + config.tokens + passes.verify.tokens
+    layer = LAYER if positions <= LONG else LONG_LAYER
+    drafted = DRAFTED * (passes.verify.tokens > 1) + DRAFT_PASS * len(passes.draft)
+    return config.layers * layer + PLAIN_STEP + drafted
+
+
+def projected(
+    model: ModelConfig, passes: StepPasses, rows: int, rates: Rates, launch: float
+) -> float:
+    """Seconds of a step by its floor and its launches of so many seconds each: a model, not a measurement."""
+    return floor(model, passes, rows, rates).step + launch * launches(model.target, passes)
 
 
 def table(name: str) -> str:

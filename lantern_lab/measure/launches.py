@@ -28,13 +28,13 @@ from lantern_hpu.backends.cuda.backend import CUDABackend
 from lantern_hpu.backends.cuda.kernels import triton_candidates
 from lantern_hpu.core import Request
 from lantern_hpu.decode.engine import Engine
+from lantern_hpu.decode.requirements import find_model
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.methods.setting import ResolveContext, Setting, resolve
 from lantern_hpu.models.config import ModelConfig
 from lantern_hpu.models.files.names import PartOverrides
 from lantern_hpu.models.transformer import Drafter, Target
 from lantern_hpu.ops.kernels import PLAIN, Kernels
-from lantern_hpu.plan.requirements import find_model
 from lantern_hpu.results.tables import markdown
 from lantern_lab.stretch import stretched_config
 

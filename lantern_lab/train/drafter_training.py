@@ -49,7 +49,7 @@ from lantern_hpu.models.transformer import Drafter, Target
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.prompts import read_prompts
 from lantern_hpu.tree import load_static
-from lantern_hpu.zoo.cards import MEASURED, Subject, drafter_card, write_card
+from lantern_hpu.zoo.cards import MEASURED, write_card
 from lantern_lab.train.checks import check_wiring, profile
 from lantern_lab.train.options import TrainRequest
 from lantern_lab.train.unroll import Lesson, Samples, Unrolled, draw_samples, read_encoded, split
@@ -343,8 +343,8 @@ class DrafterTraining:
         self.write("report.json", json.dumps(report, indent=1).encode())
         self.write("curve.png", curve(self.progress))
         model = self.pipeline.model
-        subject = Subject(model.name, model.config, model.fingerprint)
-        write_card(self.folder, drafter_card, subject, self.folder.name, report)
+        name = self.folder.name
+        write_card(self.folder, model.name, model.config, model.fingerprint, name, report)
         return report
 
 

@@ -19,12 +19,12 @@ from lantern_hpu.core import Request, RunStats
 from lantern_hpu.decode.engine import Engine, GraphReport
 from lantern_hpu.decode.memory import DeviceMemory
 from lantern_hpu.decode.memory import peak as planned_peak
+from lantern_hpu.decode.requirements import Counted, setup_of
 from lantern_hpu.errors import LanternError, as_option, spelled
 from lantern_hpu.methods.setting import Setting
 from lantern_hpu.models.transformer import Target
 from lantern_hpu.ops import sampling
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.plan.requirements import Counted, setup_of
 from lantern_lab.measure.bench import open_pipeline, run_bench
 from lantern_lab.measure.options import BenchRequest
 from lantern_lab.verify.distribution import LEAST_CHANCE, measure

@@ -44,15 +44,15 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def commands() -> Iterator[str]:
-    from lantern_hpu.cli import COMMANDS, module_of
+    from lantern_hpu.cli import COMMANDS, OF_MODELS, module_of
 
     yield "# Commands\n"
     yield "`lantern-hpu COMMAND` and `python -m lantern_hpu COMMAND` are the same. Exit codes: 0, or 2 after an error."
-    for name, about in COMMANDS.items():
+    for name in (name for first in COMMANDS for name in (first, *OF_MODELS * (first == "models"))):
         main, shown = import_module(module_of(name)).main, io.StringIO()
         with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
             main(["--help"])
-        yield f"\n## {name}\n\n{about[0].upper()}{about[1:]}.\n\n```text\n{shown.getvalue().rstrip()}\n```"
+        yield f"\n## {name}\n\n```text\n{shown.getvalue().rstrip()}\n```"
 
 
 def image_parameters() -> Iterator[str]:
@@ -214,7 +214,7 @@ The one command for each known model. First, once, on the machine, after `pip in
 
 ```bash
 pip install "lantern-hpu[models,serve]"
-lantern-hpu download NAME
+lantern-hpu models download NAME
 ```
 
 The embedded model, `builtin`, needs no download: `lantern-hpu serve --device DEVICE`. Add
@@ -222,7 +222,7 @@ The embedded model, `builtin`, needs no download: `lantern-hpu serve --device DE
 `lantern-hpu generate --model NAME --device DEVICE --prompt "a red apple" --output apple.png`, for
 class models with `--class-label goldfish`. GLM-Image needs `pip install "lantern-hpu[glm,serve]"`.
 
-Memory is counted, not measured: by `lantern-hpu plan NAME`, in bfloat16, with the default method, for
+Memory is counted, not measured: by `lantern-hpu models plan NAME`, in bfloat16, with the default method, for
 1 and for 8 images at a time. A server holds caches for each of its methods; fewer `--method` take less.
 The formats were loaded as small synthetic copies; no published weight has been loaded yet."""
 
@@ -257,8 +257,8 @@ def device_command(name: str, device: str) -> str:
 def memory_of(name: str, device: str, images: int) -> str:
     """Of a known model, as `plan` counts it."""
     from lantern_hpu.decode.memory import DeviceMemory, peak
+    from lantern_hpu.decode.requirements import find_model, setup_of
     from lantern_hpu.files import amount
-    from lantern_hpu.plan.requirements import find_model, setup_of
 
     model = find_model(name, PartOverrides())
     where = DeviceMemory(None, "a table", is_host=device == "cpu")

@@ -1,17 +1,25 @@
-"""What drawing with a model takes on a device: which model, which device, and how the model runs there."""
+"""What generation with a model needs on a device: which model, which device, and how the model runs there.
+
+`decode/memory.py` counts the bytes; the command is `commands/plan.py`.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lantern_hpu.backends import BACKENDS, BYTES, QUANTIZED, get_backend
 from lantern_hpu.decode.memory import (
     DeviceMemory,
     Setup,
+    engine_bytes,
+    summed,
+    text_weights,
+    weights,
 )
 from lantern_hpu.decode.spec import Spec, rounded_up
 from lantern_hpu.errors import DeviceError, OptionError, choices, require, words
@@ -21,6 +29,7 @@ from lantern_hpu.methods.setting import resolve as resolve_setting
 from lantern_hpu.models.config import ModelConfig
 from lantern_hpu.models.files.load import open_model
 from lantern_hpu.models.files.names import PartOverrides, given_path
+from lantern_hpu.models.model import EmptyModel
 from lantern_hpu.zoo.find import Located, find_parts
 from lantern_hpu.zoo.registry import get
 
@@ -45,9 +54,6 @@ def find_model(name: str, given: PartOverrides) -> Counted:
     return Counted(entry.config, Located(entry).get("drafter") is not None, guided)
 
 
-# ------------------------------------------------------------------------------------ devices
-
-
 class Accelerator(NamedTuple):
     """A card of which figures are known.
 
@@ -55,7 +61,6 @@ class Accelerator(NamedTuple):
         device: what runs it. memory: in bytes; None: that of the machine.
         bandwidth, rate: bytes and operations a second. source: of these figures.
         measured: reports in benchmarks/results by model, whose steps were measured on it.
-        large: the fastest lossless setting of LlamaGen-XL's sizes, and its speed against `ar`, of that report.
         copied: bytes a second that were measured. launch: seconds of a captured kernel besides its bytes, by a fit.
     """
 
@@ -67,7 +72,6 @@ class Accelerator(NamedTuple):
     rate: float
     source: str
     measured: dict[str, str] = {}
-    large: dict[str, Any] = {}
     copied: float | None = None
     launch: float | None = None
 
@@ -134,8 +138,7 @@ def setup_of(
     model: Counted,
     device: DeviceMemory,
     dtype: str = "auto",
-    method: str | None = None,
-    tree: str | None = None,
+    method: str = AUTO,
     *,
     batch_size: int = 1,
     guidance: bool | None = None,
@@ -155,7 +158,7 @@ def setup_of(
         defaults=device.drafting,
         images=batch_size,
     )
-    setting = resolve_setting(Setting.of(method or AUTO, tree=tree), context)
+    setting = resolve_setting(Setting.parse(method), context)
     # The published residual looks one neighbour further; a code has one neighbour less than there are codes.
     k = setting.relaxation.k
     most = min(rounded_up(k + 1), target.codes - 1) if setting.relaxation.lends else 0
@@ -168,3 +171,57 @@ def setup_of(
         device.is_host,
         model.loads_drafter,
     )
+
+
+def server_bytes(
+    model: Counted, device: DeviceMemory, setup: Setup, methods: Sequence[str], slots: int
+) -> int:
+    """What a server needs: each method has an engine of all slots and one of a single slot."""
+    require(1 <= slots <= 256, "slots", slots, "1 to 256")
+    specs = {
+        replace(one.spec, images=size, guidance=setup.spec.guidance)
+        for size in (1, slots)
+        for one in (setup_of(model, device, method=m, batch_size=size) for m in methods)
+    }
+    text = text_weights(model.config, setup) if setup.text_stays else []
+    how = (setup.dtype, not device.is_host, device.shares_pool)
+    return summed(weights(model.config, setup) + text) + sum(
+        engine_bytes(model.config, [*specs], *how)
+    )
+
+
+# ------------------------------------------------------------------------------------ least times
+
+
+class Rates(NamedTuple):
+    """What a device can do in one number format."""
+
+    bandwidth: float  # bytes a second
+    rate: float  # operations a second
+    number_bytes: int = 2  # of the format: bfloat16
+    weight_bytes: int | None = None  # of a number in a matrix, where it is not kept in that format
+
+
+def least_seconds(
+    model: ModelConfig, rates: Rates, rows: int, tokens: int, logits: int, drafter: bool = False
+) -> tuple[float, float]:
+    """Least seconds to read what a pass needs, and to multiply it: a bound of any implementation, not a timing.
+
+    A pass of the target or the drafter reads each weight once, and the keys and values of the committed positions as
+    there are in the middle of an image; it multiplies each weight with each token. The longer of the two is its bound.
+
+    Args:
+        rows: with guidance, two an image. tokens: of a row in this pass. logits: of these, how many the head is over.
+    """
+    config, empty = model.target, EmptyModel.of(model)
+    context = config.prefix + config.tokens / 2
+    layers = 1 if drafter else config.layers
+    parameters = empty.drafting if drafter else empty.body
+    head = empty.head if logits else 0
+    cached = rows * context * layers * 2 * config.kv_width
+    # A multiplication with its addition counts as two
+    matrices = 2 * (tokens * parameters + logits * head)
+    attention = 4 * tokens * context * layers * config.width
+    weights_read = (parameters + head) * (rates.weight_bytes or rates.number_bytes)
+    read = weights_read + cached * rates.number_bytes
+    return read / rates.bandwidth, rows * (matrices + attention) / rates.rate

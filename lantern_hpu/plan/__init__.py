@@ -1,1 +1,0 @@
-"""The `plan` command: whether a model fits on a device."""
