@@ -501,8 +501,12 @@ def test_what_runs_before_torch_does_not_load_it(module: str) -> None:
 
 
 def test_unknown_command_names_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
-    from lantern_hpu.cli import main
+    from lantern_hpu.cli import RENAMED, main
 
+    for old, new in RENAMED.items():
+        assert main([old, "anole-7b", "--to", "a b"]) == 2
+        said = capsys.readouterr().err
+        assert f"{old!r} is now {new!r}\n  try: lantern-hpu {new} anole-7b --to 'a b'" in said
     assert main(["paint"]) == 2
     said = capsys.readouterr().err
     assert "unknown command 'paint'" in said
