@@ -29,7 +29,7 @@ PIECE, PAUSE = 16 * 1024, 0.01  # bytes that are sent together, and seconds afte
 
 @cache
 def content(repo: str, name: str, size: int) -> bytes:
-    return random.Random(f"{repo}/{name}").randbytes(size)
+    return random.Random(ascii(f"{repo}/{name}")).randbytes(size)
 
 
 class LocalHub(ThreadingHTTPServer):
