@@ -56,12 +56,12 @@ CONSTANTS = {"tensor", "arange", "zeros", "ones", "full", "empty", "eye", "as_te
 
 
 # The size of the code, which `python -m scripts.house` prints: limits go down with it, and lines are rounded up to 500
-PRODUCT = 30_000  # lines of Python of lantern_hpu, backends and graphs
-WHOLE = 48_500  # lines of Python of the repository without its tests
+PRODUCT = 29_500  # lines of Python of lantern_hpu, backends and graphs
+WHOLE = 48_000  # lines of Python of the repository without its tests
 NATIVE = 1_100  # lines of C of the product
-FILES = 147  # of Python of the product
-FUNCTIONS = 1_930  # of the product
-OPTIONS = {"generate": 43, "all commands": 270}
+FILES = 137  # of Python of the product
+FUNCTIONS = 1_900  # of the product
+OPTIONS = {"generate": 42, "all commands": 263}
 ENTERED = 49  # files whose functions run for `generate --prompt "a red apple"`
 LONGEST = 100  # lines of a function of the product
 
