@@ -6,20 +6,16 @@ Importing this package loads neither torch nor a driver.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from lantern_hpu.errors import Arg, DeviceError, Words, choices, require, shell, words
+from lantern_hpu.errors import Arg, DeviceError, choices, require, shell
 from lantern_hpu.fields import option
 
 if __name__ == "backends":
     raise ImportError("import lantern_hpu.backends, not backends: the same module would load twice")
-
-if TYPE_CHECKING:
-    from lantern_hpu.backends.base import Backend
 
 
 @dataclass(frozen=True)
@@ -45,12 +41,6 @@ class Device:
     modes: tuple[str, ...] = ("auto", "compile")
     modes_apart: bool = False
     stages: tuple[tuple[str, str], ...] = ()
-
-    def load(self, graphs: str = "auto") -> Backend:
-        """The backend, whether or not the device is here."""
-        module, _, name = self.backend.partition(":")
-        backend: Backend = getattr(import_module(module), name)(graphs)
-        return backend
 
 
 # Best first
@@ -216,33 +206,3 @@ class DraftingDefaults(NamedTuple):
 
 
 ACCELERATOR = DraftingDefaults()
-
-
-def get_backend(name: str = "auto", graphs: str = "auto") -> Backend:
-    """The backend of a device; `auto` takes what `LANTERN_HPU_DEVICE` names, else the first that is available.
-
-    Args:
-        graphs: the graph mode wanted, for devices that read it while they are loaded.
-
-    Raises:
-        DeviceError: unknown name, or the device cannot be used here; the reason is the backend's own.
-    """
-    name = device_named(name)
-    if name != "auto" and name not in BACKENDS:
-        raise DeviceError(f"unknown device {name!r}", hint=choices(["auto", *BACKENDS]))
-    refused = []
-    for candidate in filter(installed, BACKENDS) if name == "auto" else [name]:
-        backend = BACKENDS[candidate].load(graphs)
-        usable, why = backend.available()
-        if usable:
-            return backend
-        refused.append(words(f"{candidate}:", why) if name == "auto" else why)
-    # The others may not be usable here either: the doctor asks them
-    others = [BACKENDS[name].without] if name in BACKENDS and BACKENDS[name].without else []
-    hint = words(Arg("device", HOST), "; " + "; ".join([*others, shell("doctor") + " says more"]))
-    raise DeviceError(f"device {name!r} cannot be used here", listed_words(refused), hint)
-
-
-def listed_words(reasons: Sequence[str]) -> Words:
-    """Reasons with a semicolon between, whose arguments each surface spells."""
-    return words(*reasons[:1], *(words(";", reason) for reason in reasons[1:]))

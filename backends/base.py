@@ -13,8 +13,10 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +31,11 @@ from lantern_hpu.backends import (
     QUANTIZED,
     DeviceOptions,
     DraftingDefaults,
+    device_named,
     host,
+    installed,
 )
-from lantern_hpu.backends.candidates import Candidate
-from lantern_hpu.errors import DeviceError, OutputError, choices, require
+from lantern_hpu.errors import Arg, DeviceError, OutputError, Words, choices, require, shell, words
 from lantern_hpu.files import own_cache
 from lantern_hpu.ops.kernels import PLAIN, Kernels, Sizes
 from lantern_hpu.ops.quantized import QuantizedLinear, plain_layer, replace_layers
@@ -62,6 +65,81 @@ def operator(schema: str, shaped: Callable[..., Any]) -> Callable[[Callable[...,
         return getattr(torch.ops.lantern_hpu, name).default
 
     return register
+
+
+# ---------------------------------------------------------------------------------------- judging
+
+# A device's own forms, before anybody uses them: each is held to its plain twin by itself.
+
+Example = tuple[Sequence[Any], Sequence[Tensor]]  # arguments, outcome
+# What software without the kernel, or with other arguments for it, raises
+LACKING = (ImportError, AttributeError, TypeError, RuntimeError)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A device's own form of a kernel of `Kernels`.
+
+    Attributes:
+        make: gives it; raises where the device's software lacks it.
+        examples: calls, and what comes of the plain twin.
+        tolerance: the largest difference to it, absolute for small numbers and relative for large ones.
+    """
+
+    make: Callable[[], Callable[..., Any]]
+    examples: Sequence[Example]
+    tolerance: float
+
+    def apart(self) -> float:
+        """The largest difference over all examples; infinite where types differ or a number is none."""
+        kernel = self.make()
+        with torch.no_grad():
+            got = on_host([x for given, _ in self.examples for x in outcome(kernel, given)])
+        wanted = [want for _, results in self.examples for want in results]
+        return max(difference(*pair) for pair in zip(got, wanted, strict=True))
+
+    def agrees(self) -> bool:
+        return self.apart() <= self.tolerance
+
+
+def on_host(results: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of tensors, those of a number format in one: each copy waits for a card."""
+    found = list(results)
+    for dtype in {x.dtype for x in found}:
+        same = [i for i, x in enumerate(found) if x.dtype == dtype]
+        flat = torch.cat([found[i].flatten() for i in same]).cpu()
+        for i, part in zip(same, flat.split([found[i].numel() for i in same]), strict=True):
+            found[i] = part.view(found[i].shape)
+    return found
+
+
+def difference(got: Tensor, want: Tensor) -> float:
+    """The largest |got - want| / (1 + |want|); whole numbers are equal, or infinitely apart."""
+    got, want = got.cpu(), want.cpu()
+    if got.dtype != want.dtype or got.shape != want.shape:
+        return float("inf")
+    if not want.is_floating_point():
+        return 0.0 if torch.equal(got, want) else float("inf")
+    got, want = got.double(), want.double()
+    same, apart = got == want, (got - want).abs() / (1 + want.abs())
+    apart = apart.masked_fill(same, 0.0)  # equal infinities are NaN apart
+    return float(apart.nan_to_num(float("inf"), float("inf")).max()) if apart.numel() else 0.0
+
+
+def outcome(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Tensor, ...]:
+    """What a call returns, and the tensors it was given as it leaves them: some are written to."""
+    given = deepcopy(arguments)
+    results = function(*given)
+    return (*(results if isinstance(results, tuple) else (results,)), *tensors(given))
+
+
+def tensors(arguments: Sequence[Any]) -> Sequence[Tensor]:
+    """Those among arguments, and in the tuples among them."""
+    nested = [tensors(x) if isinstance(x, tuple) else [x] for x in arguments]
+    return [x for part in nested for x in part if isinstance(x, Tensor)]
+
+
+# ----------------------------------------------------------------------------------------- backends
 
 
 @dataclass(frozen=True)
@@ -373,3 +451,40 @@ class Backend(ABC):
     @abstractmethod
     def describe(self) -> dict[str, object]:
         """Hardware and versions, for reports."""
+
+
+def load_backend(name: str, graphs: str = "auto") -> Backend:
+    """The backend of a known device, whether or not that is here."""
+    module, _, kind = BACKENDS[name].backend.partition(":")
+    backend: Backend = getattr(import_module(module), kind)(graphs)
+    return backend
+
+
+def get_backend(name: str = "auto", graphs: str = "auto") -> Backend:
+    """The backend of a device; `auto` takes what `LANTERN_HPU_DEVICE` names, else the first that is available.
+
+    Args:
+        graphs: the graph mode wanted, for devices that read it while they are loaded.
+
+    Raises:
+        DeviceError: unknown name, or the device cannot be used here; the reason is the backend's own.
+    """
+    name = device_named(name)
+    if name != "auto" and name not in BACKENDS:
+        raise DeviceError(f"unknown device {name!r}", hint=choices(["auto", *BACKENDS]))
+    refused = []
+    for candidate in filter(installed, BACKENDS) if name == "auto" else [name]:
+        backend = load_backend(candidate, graphs)
+        usable, why = backend.available()
+        if usable:
+            return backend
+        refused.append(words(f"{candidate}:", why) if name == "auto" else why)
+    # The others may not be usable here either: the doctor asks them
+    others = [BACKENDS[name].without] if name in BACKENDS and BACKENDS[name].without else []
+    hint = words(Arg("device", HOST), "; " + "; ".join([*others, shell("doctor") + " says more"]))
+    raise DeviceError(f"device {name!r} cannot be used here", listed_words(refused), hint)
+
+
+def listed_words(reasons: Sequence[str]) -> Words:
+    """Reasons with a semicolon between, whose arguments each surface spells."""
+    return words(*reasons[:1], *(words(";", reason) for reason in reasons[1:]))

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from lantern_hpu.backends import BACKENDS, DEVICE_VARIABLE, Device, device_named
+from lantern_hpu.backends import BACKENDS, DEVICE_VARIABLE, device_named
 from lantern_hpu.backends.hpu import env as hpu_env
 from lantern_hpu.backends.hpu import errors as hpu_errors
 from lantern_hpu.errors import DeviceError, LanternError, as_option, spelled
@@ -28,7 +28,7 @@ def examine() -> Facts:
     environ = os.environ if active else dict(os.environ)
     flags = attempt(lambda: asdict(hpu_env.prepare_flags(environ=environ)))
     checks = [asdict(check) for check in hpu_env.checks()]
-    devices = {name: examine_device(known) for name, known in BACKENDS.items()}
+    devices = {name: examine_device(name) for name in BACKENDS}
     return {
         "torch": hpu_env.version_of("torch"),
         "devices": devices,
@@ -37,10 +37,12 @@ def examine() -> Facts:
     }
 
 
-def examine_device(known: Device) -> Facts:
+def examine_device(name: str) -> Facts:
     """What a backend says of itself, or how it fails."""
     try:
-        return ask(known.load(), known.without)
+        from lantern_hpu.backends.base import load_backend
+
+        return ask(load_backend(name), BACKENDS[name].without)
     except Exception as error:  # of any kind: the rest must be shown
         return {"available": False, "why": "its software fails", **failure(error)}
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from lantern_hpu.backends import BACKENDS, DeviceOptions, get_backend
-from lantern_hpu.backends.base import DevicePlan, own_defaults
+from lantern_hpu.backends import BACKENDS, DeviceOptions
+from lantern_hpu.backends.base import DevicePlan, get_backend, own_defaults
 from lantern_hpu.decode.memory import check_room
 from lantern_hpu.errors import Arg, OptionError, OutputError, words
 from lantern_hpu.models.files.load import OpenedModel, open_model, staged, write_model

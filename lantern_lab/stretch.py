@@ -34,7 +34,7 @@ from lantern_hpu.models.text.prefix import (
     WordConditioner,
 )
 from lantern_hpu.models.transformer import Drafter, Target
-from lantern_hpu.ops.grammar import NEVER
+from lantern_hpu.ops.sampling import NEVER
 
 # What must be alike for one model to compute what the other does
 VARIANTS = "rope qk_norm kv_heads embed_rows code_dim head_hidden row_ends spare_codes head_dim word_layers".split()

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lantern_hpu.decode.accept import Acceptance, Clusters, Node, Verdict, descending
 from lantern_hpu.decode.common import Drafts, StaticTables
+from lantern_hpu.decode.rules import Clusters, Node, Verdict, descending
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.decode.state import Bounds
+from lantern_hpu.decode.walk import Acceptance
 from lantern_hpu.errors import OptionError
 from lantern_hpu.methods.relaxation import Residual
 from lantern_hpu.ops.sampling import sample_distinct
@@ -76,7 +77,7 @@ def lent_to(case: Tensor, rule: Relaxed) -> Tensor:
     """What each token is lent under probabilities [n, V]: [n, V]."""
     bounds, every = bounds_of(rule, len(case)), torch.arange(V).expand(len(case), -1)
     node = Node(case, None, bounds.weight[:, :1], bounds)
-    _, lent = acceptance_of(CASES[0].tree, rule).accept_mass(node, every, case)
+    _, lent = acceptance_of(CASES[0].tree, rule).rules.accept_mass(node, every, case)
     assert lent is not None
     return lent.mass
 

@@ -48,7 +48,7 @@ RANK = {room: i for i, layer in enumerate(LAYERS) for room in layer}
 # Whatever runs inside a recording
 CAPTURED = (
     *("ops/*.py", "models/transformer.py", "decode/drafting/*.py"),
-    *(f"decode/{n}.py" for n in "accept common scheduled step".split()),
+    *(f"decode/{n}.py" for n in "rules walk traversal common step".split()),
 )
 DEVICES = {"cpu", "cuda", "hpu", "mps", "xpu"}
 HOST_READS = {"item", "tolist", "cpu", "numpy", "nonzero", "unique", "masked_select"}

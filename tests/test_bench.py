@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from lantern_hpu.backends import get_backend
-from lantern_hpu.backends.base import Backend
+from lantern_hpu.backends.base import Backend, get_backend
 from lantern_hpu.commands import options
 from lantern_hpu.core import Request
 from lantern_hpu.decode.engine import Engine

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from gaudi_emulator import emulate
 from gaudi_emulator.rules import Finding
-from lantern_hpu.backends import get_backend
-from lantern_hpu.backends.base import DevicePlan
+from lantern_hpu.backends.base import DevicePlan, get_backend
 from lantern_hpu.backends.hpu.env import RELEASES
 from lantern_hpu.core import Request
 from lantern_hpu.decode.engine import Engine
@@ -68,7 +67,7 @@ def wrong_rows(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str,
 @pytest.fixture(scope="module")
 def wanted() -> dict[str, Tensor]:
     """By the cache of today, eagerly on the CPU."""
-    from lantern_hpu.backends import get_backend
+    from lantern_hpu.backends.base import get_backend
 
     with torch.no_grad():
         return kept(engine_on(get_backend("cpu"), "eager"))

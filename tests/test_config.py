@@ -14,7 +14,8 @@ from typing import Any, get_args
 
 import pytest
 
-from lantern_hpu.backends import ACCELERATOR, DraftingDefaults, get_backend
+from lantern_hpu.backends import ACCELERATOR, DraftingDefaults
+from lantern_hpu.backends.base import get_backend
 from lantern_hpu.backends.cpu import native
 from lantern_hpu.backends.cuda.backend import CUDABackend
 from lantern_hpu.commands.options import add_fields, from_args, given_fields
@@ -41,8 +42,7 @@ from lantern_hpu.methods.setting import (
     Setting,
     resolve,
 )
-from lantern_hpu.tree import DynamicTree, Tree, Window, load_tree
-from lantern_hpu.tree.named import NAMED
+from lantern_hpu.tree import NAMED, DynamicTree, Tree, Window, load_tree
 
 OUT_OF_RANGE: list[tuple[Callable[..., Any], str, list[float], str, str]] = [
     (Sampling, "cfg_scale", [0.9, 101, math.nan], "guidance_scale", "1 (off) to 100"),

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lantern_hpu.backends import DeviceOptions, get_backend, host
+from lantern_hpu.backends import DeviceOptions, host
+from lantern_hpu.backends.base import get_backend
 from lantern_hpu.backends.cpu import native
 from lantern_hpu.backends.cpu.backend import RETRY_FACTOR, ThreadTuner
 from lantern_hpu.commands.generate import main

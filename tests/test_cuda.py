@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lantern_hpu.backends import DEVICE_VARIABLE, card_of, get_backend
-from lantern_hpu.backends.base import DevicePlan
+from lantern_hpu.backends import DEVICE_VARIABLE, card_of
+from lantern_hpu.backends.base import DevicePlan, get_backend
 from lantern_hpu.backends.cuda.backend import CUDABackend
 from lantern_hpu.decode.engine import Engine, upload_prefix
 from lantern_hpu.errors import CaptureError, DeviceError

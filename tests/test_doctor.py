@@ -15,8 +15,7 @@ import torch
 
 from lantern_hpu import backends
 from lantern_hpu.backends import BACKENDS, DEVICE_VARIABLE, Device, examine
-from lantern_hpu.backends.base import Memory
-from lantern_hpu.backends.candidates import Candidate
+from lantern_hpu.backends.base import Candidate, Memory
 from lantern_hpu.backends.cuda import kernels
 from lantern_hpu.backends.cuda.backend import CUDABackend
 from lantern_hpu.backends.hpu import env as hpu_env

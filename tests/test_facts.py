@@ -23,7 +23,7 @@ from gaudi_emulator.facts import (
     ask_fact,
     release_facts,
 )
-from lantern_hpu.backends import get_backend
+from lantern_hpu.backends.base import get_backend
 from lantern_hpu.backends.hpu.backend import HPUBackend
 from lantern_hpu.backends.hpu.env import RELEASES
 

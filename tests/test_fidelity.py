@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lantern_hpu.core import Request
-from lantern_hpu.decode.accept import Acceptance
+from lantern_hpu.decode.rules import Rules
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.decode.state import Bounds
 from lantern_hpu.methods.relaxation import (
@@ -57,7 +57,7 @@ RULES = {
 FLAT = DraftTree.from_paths("flat", [[rank] for rank in range(CHILDREN)])
 
 
-def acceptance_of(rule: Relaxation) -> Acceptance:
+def rules_of(rule: Relaxation) -> Rules:
     near = ring(V) if rule.lends else None
     spec = Spec(
         *(1, False, FLAT),
@@ -66,7 +66,7 @@ def acceptance_of(rule: Relaxation) -> Acceptance:
         ranks=7,
         blended=rule.tv > 0,
     )
-    return Acceptance(spec, near, circle(V) if rule.clusters else None)
+    return Rules(spec, near, circle(V) if rule.clusters else None)
 
 
 def two_distributions(seed: int) -> tuple[Tensor, Tensor]:
@@ -83,9 +83,9 @@ def test_expectation_is_the_average_over_real_acceptance(name: str, drawn: bool)
     given = q if drawn else None
     tokens = q.topk(CHILDREN).indices
     exists = torch.ones_like(tokens, dtype=torch.bool)
-    acceptance = acceptance_of(rule)
+    rules = rules_of(rule)
     node = root(p, given, Bounds.of([rule], 1))
-    expected = expectation(acceptance, node, tokens, exists)
+    expected = expectation(rules, node, tokens, exists)
     assert float(expected.sum()) == pytest.approx(1)
 
     def many(x: Tensor) -> Tensor:
@@ -93,8 +93,8 @@ def test_expectation_is_the_average_over_real_acceptance(name: str, drawn: bool)
 
     uniform = torch.rand(TRIES, CHILDREN, generator=torch.Generator().manual_seed(2))
     node = root(many(p), many(q) if drawn else None, Bounds.of([rule] * TRIES, 1))
-    passed, rest, *_ = acceptance.siblings(
-        *(node, many(tokens), many(exists), uniform.double(), blend_at(acceptance, node))
+    passed, rest, *_ = rules.siblings(
+        *(node, many(tokens), many(exists), uniform.double(), blend_at(rules, node))
     )
     seen = torch.zeros_like(many(p)).scatter(1, many(tokens), passed.double())
     seen = torch.where(passed.any(1, keepdim=True), seen, rest).mean(0)
@@ -105,15 +105,15 @@ def test_expectation_is_the_average_over_real_acceptance(name: str, drawn: bool)
 def test_average_over_drawn_drafts_is_the_sum_over_all_of_them(name: str) -> None:
     """`averaged_expectation`, which draws the refused drafts alone, against every sequence of children by itself."""
     rule, (p, q) = RULES[name], two_distributions(1)
-    acceptance, bounds = acceptance_of(rule), Bounds.of([rule], 1)
+    rules, bounds = rules_of(rule), Bounds.of([rule], 1)
     want = torch.zeros_like(p)
     for tokens in permutations(range(V), 2):
         first, second = (float(q[0, t]) for t in tokens)
         chance = first * second / (1 - first)  # drawn without replacement
         children, exists = torch.tensor([tokens]), torch.ones(1, 2, dtype=torch.bool)
-        want += chance * expectation(acceptance, root(p, q, bounds), children, exists)
+        want += chance * expectation(rules, root(p, q, bounds), children, exists)
     uniform = torch.rand(TRIES, 2, generator=torch.Generator().manual_seed(2))
-    got = averaged_expectation(acceptance, p, q, uniform.double(), bounds).mean(0, keepdim=True)
+    got = averaged_expectation(rules, p, q, uniform.double(), bounds).mean(0, keepdim=True)
     assert float((got - want).abs().max()) < 0.002
     assert float(got.sum()) == pytest.approx(1)
 
@@ -122,9 +122,9 @@ def test_broad_distributions_leave_exact_acceptance_next_to_no_noise() -> None:
     p, q = torch.randn(2, 1, 4096, generator=torch.Generator().manual_seed(4)).softmax(-1)
     uniform = torch.rand(64, 5, generator=torch.Generator().manual_seed(5))
     place = Place(p, q, torch.zeros(1, 5, dtype=torch.int32), torch.ones(1, 5, dtype=torch.bool))
-    assert tv_at(place, acceptance_of(EXACT), Bounds.of([EXACT], 1), uniform) < 0.002
+    assert tv_at(place, rules_of(EXACT), Bounds.of([EXACT], 1), uniform) < 0.002
     doubled = Annealed(omega=2.0)
-    assert tv_at(place, acceptance_of(doubled), Bounds.of([doubled], 1), uniform) > 0.05
+    assert tv_at(place, rules_of(doubled), Bounds.of([doubled], 1), uniform) > 0.05
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lantern_hpu.backends import get_backend
+from lantern_hpu.backends.base import get_backend
 from lantern_hpu.backends.cuda import forms
 from lantern_hpu.backends.cuda.backend import CUDABackend, CUDAPlan
 from lantern_hpu.backends.cuda.forms import CUBLAS, AskedProduct, Forms, products_of

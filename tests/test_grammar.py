@@ -10,7 +10,7 @@ import torch
 
 from lantern_hpu.methods.relaxation import EXACT
 from lantern_hpu.methods.setting import METHODS
-from lantern_hpu.ops.grammar import RowEnds
+from lantern_hpu.ops.sampling import RowEnds
 from lantern_hpu.tree import DraftTree, Rule, Tree, Window
 from tests import tiny
 

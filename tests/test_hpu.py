@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gaudi_emulator import compiler, emulate, hpex
-from lantern_hpu.backends import get_backend
+from lantern_hpu.backends.base import get_backend
 from lantern_hpu.backends.hpu import backend as hpu_backend
 from lantern_hpu.backends.hpu.backend import HPUBackend, matmul_attention
 from lantern_hpu.backends.hpu.env import RECIPE_CACHE, RELEASES

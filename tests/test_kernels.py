@@ -24,16 +24,18 @@ import torch
 from torch import Tensor
 
 from lantern_hpu.backends import BACKENDS
-from lantern_hpu.backends.candidates import Candidate
+from lantern_hpu.backends.base import Candidate
 from lantern_hpu.backends.cuda.backend import CUDABackend
 from lantern_hpu.backends.cuda.forms import CUBLAS, Card, Forms, install
 from lantern_hpu.backends.cuda.kernels import checks, triton_candidates, triton_kernels
 from lantern_hpu.backends.cuda.kernels.programs import FORMS
 from lantern_hpu.core import Sampling
-from lantern_hpu.decode.accept import Acceptance, Verdict
 from lantern_hpu.decode.common import Drafts, StaticTables, sampling_params
+from lantern_hpu.decode.rules import Verdict
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.decode.state import Bounds
+from lantern_hpu.decode.traversal import Traversal
+from lantern_hpu.decode.walk import Acceptance
 from lantern_hpu.graphs.strict import check_rules
 from lantern_hpu.methods.relaxation import Multiplicative
 from lantern_hpu.models.transformer import Target, rope_table
@@ -439,8 +441,10 @@ def test_worked_examples_are_what_the_plain_walks_give() -> None:
         torch.testing.assert_close(got, want)
     (p, q, tokens, child, row, order, _, uniform, *blend), wanted = walks["traverse"]
     acceptance = Acceptance(Spec(3, False, tree, blended=True, together=True))
-    assert acceptance.traversal is not None and torch.equal(acceptance.traversal.order, order)
-    verdict = acceptance.traversal(p, q, Drafts(tokens, q, tables), uniform, *blend)
+    assert isinstance(acceptance.walk_sampled, Traversal)
+    assert torch.equal(acceptance.walk_sampled.order, order)
+    blending = Bounds(*bounds, None, *blend)
+    verdict = acceptance.walk_sampled(p, Drafts(tokens, q, tables), uniform, blending)
     same_traversal(tree, verdict, Verdict(*wanted))
 
 

@@ -24,8 +24,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from lantern_hpu import cli
-from lantern_hpu.backends import get_backend
-from lantern_hpu.backends.base import DevicePlan
+from lantern_hpu.backends.base import DevicePlan, get_backend
 from lantern_hpu.commands import convert, generate
 from lantern_hpu.core import Request, Sampling
 from lantern_hpu.errors import OptionError, WeightsError

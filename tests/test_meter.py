@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lantern_hpu.decode.accept import tv_cost
+from lantern_hpu.decode.rules import tv_cost
 from lantern_hpu.methods.relaxation import Additive, Annealed, Clustered, Multiplicative, Relaxation
 from lantern_hpu.tree import DraftTree, DynamicTree, Tree, Window, load_tree
 from lantern_lab.measure.fidelity import Place, root, tv_at
@@ -34,7 +34,7 @@ def mean_gain(p: Tensor, q: Tensor, rule: Relaxed) -> float:
     """`tv_cost` of a single child, averaged over what the drafter may draw."""
     acceptance = acceptance_of(SMALL_TREE, rule, V)
     node, every = root(p[None], q[None], bounds_of(rule, 1)), torch.arange(V)[None]
-    mass, _ = acceptance.accept_mass(node, every, node.p)
+    mass, _ = acceptance.rules.accept_mass(node, every, node.p)
     return float((q * tv_cost(mass, node.p, node.q)[0]).sum())
 
 
@@ -60,7 +60,7 @@ def mass_of_clusters(p: Tensor, q: Tensor) -> Tensor:
     rule = SOUND["clusters"]
     acceptance, every = acceptance_of(SMALL_TREE, rule, V), torch.arange(V)[None]
     node = root(p[None], q[None], bounds_of(rule, 1))
-    return acceptance.accept_mass(node, every, node.p)[0][0]
+    return acceptance.rules.accept_mass(node, every, node.p)[0][0]
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -71,7 +71,7 @@ def test_lent_mass_is_the_total_variation_of_a_draft_that_was_not_drawn(seed: in
         child = torch.tensor([[token]])
         moved = siblings_probs(p, q, 1, rule, child)
         prob = p[None, token : token + 1]
-        mass, _ = acceptance.accept_mass(node, child, prob)
+        mass, _ = acceptance.rules.accept_mass(node, child, prob)
         cost = float(tv_cost(mass, prob, None))
         assert cost == pytest.approx(float((moved - p).abs().sum()) / 2, abs=1e-9)
 
@@ -149,5 +149,5 @@ def test_the_mean_of_the_meter_is_what_fidelity_says(name: str) -> None:
     window = load_tree("scd:1")
     assert isinstance(window, DraftTree)
     acceptance = acceptance_of(window, rule, V)
-    said = tv_at(place, acceptance, bounds_of(rule, 1), torch.rand(4, 1))
+    said = tv_at(place, acceptance.rules, bounds_of(rule, 1), torch.rand(4, 1))
     assert mean_gain(p, q, rule) == pytest.approx(said, abs=1e-9)

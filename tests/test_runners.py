@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lantern_hpu.backends import get_backend
+from lantern_hpu.backends.base import get_backend
 from lantern_hpu.core import Request
 from lantern_hpu.errors import CaptureError, DeviceError
 from lantern_hpu.graphs import RUNNERS, make_runner

@@ -16,8 +16,8 @@ from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
-from lantern_hpu.backends import get_backend, host
-from lantern_hpu.backends.base import DevicePlan
+from lantern_hpu.backends import host
+from lantern_hpu.backends.base import DevicePlan, get_backend
 from lantern_hpu.commands import generate
 from lantern_hpu.core import Request
 from lantern_hpu.decode import memory

@@ -11,7 +11,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from lantern_hpu.decode.accept import Acceptance, postorder
+from lantern_hpu.decode.traversal import postorder
+from lantern_hpu.decode.walk import Acceptance
 from lantern_hpu.tree import DraftTree
 from tests.reference import Outcome, Probs, Relaxed, blend, traverse, walk
 from tests.test_accept import CASES, B, bounds_of, spec_of

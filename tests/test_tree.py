@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from lantern_hpu.errors import TreeError
-from lantern_hpu.tree import DraftTree, DynamicTree, Window, load_static, load_tree
-from lantern_hpu.tree.named import NAMED
+from lantern_hpu.tree import NAMED, DraftTree, DynamicTree, Window, load_static, load_tree
 from scripts.docs.tree_diagrams import as_text
 from tests.tiny import NAMES, random_tree
 

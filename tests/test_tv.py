@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from lantern_hpu.core import Request
-from lantern_hpu.decode.accept import Acceptance
+from lantern_hpu.decode.rules import Rules
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.decode.state import Bounds
 from lantern_hpu.methods.relaxation import EXACT, PRESETS, Blended, Verify, read_relaxation
@@ -64,8 +64,8 @@ def many_pairs() -> tuple[Tensor, Tensor]:
     return p, close * q + (1 - close) * p
 
 
-def accepting(tree: Tree) -> Acceptance:
-    return Acceptance(Spec(1, False, tree, blended=True))
+def accepting(tree: Tree) -> Rules:
+    return Rules(Spec(1, False, tree, blended=True))
 
 
 @pytest.mark.parametrize("tv", [0.0, 0.05, 0.15, 0.6, 1.0])

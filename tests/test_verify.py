@@ -21,8 +21,7 @@ from gaudi_emulator.device import Device
 from gaudi_emulator.graphs import HPUGraph
 from gaudi_emulator.recording import Recording
 from lantern_hpu.backends import BACKENDS
-from lantern_hpu.backends.base import Transfers
-from lantern_hpu.backends.candidates import Candidate
+from lantern_hpu.backends.base import Candidate, Transfers
 from lantern_hpu.backends.cuda import kernels as triton
 from lantern_hpu.backends.cuda.backend import CUDABackend
 from lantern_hpu.backends.cuda.kernels import checks

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from lantern_hpu.core import Request
 from lantern_hpu.decode import spec
-from lantern_hpu.decode.accept import Acceptance
 from lantern_hpu.decode.common import Drafts, StaticTables
 from lantern_hpu.decode.drafting.window import WindowDrafting
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.decode.state import Bounds
+from lantern_hpu.decode.walk import Acceptance, LevelWalk, SpineWalk
 from lantern_hpu.errors import OptionError
 from lantern_hpu.methods import tuned_trees
 from lantern_hpu.methods.relaxation import (
@@ -229,8 +229,9 @@ def test_the_walk_along_a_spine_is_the_walk_by_levels(name: str, rule: Relaxatio
     acceptance = Acceptance(Spec(images, False, tree, **how, metered=True), near, codes)
     drafts = Drafts(tokens, q, StaticTables(tree)(images))
     given = (p, drafts, tries, Bounds.of([rule] * images, tree.depth))
-    fast, slow = acceptance.walk_sampled(*given), acceptance.walk_levels(*given)
-    assert acceptance.spine is not None and fast.node.tolist() == slow.node.tolist()
+    fast, slow = acceptance.walk_sampled(*given), LevelWalk(acceptance.rules, tree)(*given)
+    assert isinstance(acceptance.walk_sampled, SpineWalk)
+    assert fast.node.tolist() == slow.node.tolist()
     assert len(set(fast.node.tolist())) > tree.depth  # every depth, and siblings if there are any
     torch.testing.assert_close(fast.residual, slow.residual)
     counts = torch.tensor(tree.depths)[fast.node]

@@ -13,8 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lantern_hpu.backends import get_backend
-from lantern_hpu.backends.base import DevicePlan
+from lantern_hpu.backends.base import DevicePlan, get_backend
 from lantern_hpu.core import Request, Sampling
 from lantern_hpu.decode.batch import Batch
 from lantern_hpu.decode.engine import Engine, read_records

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lantern_hpu.backends import QUANTIZED, DeviceOptions, DraftingDefaults
-from lantern_hpu.backends.base import Backend, DevicePlan, Memory, Transfers
-from lantern_hpu.backends.candidates import Candidate
+from lantern_hpu.backends.base import Backend, Candidate, DevicePlan, Memory, Transfers
 from lantern_hpu.backends.cuda import forms
 from lantern_hpu.errors import Arg, DeviceError, shell, words
 from lantern_hpu.ops.kernels import Kernels, Sizes

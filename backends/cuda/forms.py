@@ -20,8 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lantern_hpu.backends.base import dtype_name
-from lantern_hpu.backends.candidates import Candidate
+from lantern_hpu.backends.base import Candidate, dtype_name
 from lantern_hpu.backends.cuda.kernels import checks
 from lantern_hpu.backends.cuda.kernels.programs import FORMS
 from lantern_hpu.errors import LanternError, OutputError

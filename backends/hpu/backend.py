@@ -12,9 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lantern_hpu.backends import listed_words
-from lantern_hpu.backends.base import Backend, Memory, Transfers, compile_whole
-from lantern_hpu.backends.candidates import LACKING, Candidate, outcome
+from lantern_hpu.backends.base import (
+    LACKING,
+    Backend,
+    Candidate,
+    Memory,
+    Transfers,
+    compile_whole,
+    listed_words,
+    outcome,
+)
 from lantern_hpu.backends.hpu import env as hpu_env
 from lantern_hpu.backends.hpu import errors as hpu_errors
 from lantern_hpu.backends.hpu.env import ROOT

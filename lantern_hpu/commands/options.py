@@ -28,8 +28,7 @@ from lantern_hpu.methods.setting import (
     Setting,
     with_short_forms,
 )
-from lantern_hpu.tree import DYNAMIC
-from lantern_hpu.tree.named import NAMED
+from lantern_hpu.tree import DYNAMIC, NAMED
 
 PROCESSOR = ("layout", "threads")  # measured there unless given
 T = TypeVar("T")

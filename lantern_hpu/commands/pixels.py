@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lantern_hpu.backends import DeviceOptions, get_backend, prepare
+from lantern_hpu.backends import DeviceOptions, prepare
 from lantern_hpu.commands import options
 from lantern_hpu.errors import OptionError, WeightsError, exit_code
 from lantern_hpu.files import (
@@ -174,6 +174,7 @@ def diffused(
     saved: SavedTokens, opened: OpenedModel, file: Path, device: DeviceOptions
 ) -> Iterator[Image.Image]:
     """Pictures of codes that a diffusion model reads, one at a time."""
+    from lantern_hpu.backends.base import get_backend
     from lantern_hpu.models.pictures import DiffusionPixels
 
     assert opened.pixels is not None
@@ -203,6 +204,7 @@ def decoded(
     saved: SavedTokens, opened: OpenedModel, file: Path, device: DeviceOptions
 ) -> Iterator[Image.Image]:
     """Pictures by the model's VQ tokenizer, one at a time."""
+    from lantern_hpu.backends.base import get_backend
     from lantern_hpu.decode.pixels import codes_of, decode_codes
     from lantern_hpu.models.files.load import load_vq
 

@@ -14,9 +14,8 @@ from lantern_hpu.decode.state import DecodeState, Moves, PrefillInput
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.transformer import Rotary, Target
 from lantern_hpu.ops.buffers import Choice, arange32, causal_mask, constant
-from lantern_hpu.ops.grammar import RowEnds
 from lantern_hpu.ops.kernels import Placed, place_tokens
-from lantern_hpu.ops.sampling import SamplingParams, gather, gather_rows, topk_tokens
+from lantern_hpu.ops.sampling import RowEnds, SamplingParams, gather, gather_rows, topk_tokens
 from lantern_hpu.tree import DraftTree, DynamicTree, Tree
 
 # ------------------------------------------------------------------------------------------- trees

@@ -23,21 +23,16 @@ from torch import Tensor
 from lantern_hpu.backends.base import DevicePlan, dtype_name, own_defaults
 from lantern_hpu.core import ImageRecord, Request
 from lantern_hpu.decode.common import Drafts, sampling_params
-from lantern_hpu.decode.drafting.base import Drafting
-from lantern_hpu.decode.drafting.eagle import DynamicDrafting, StaticDrafting
-from lantern_hpu.decode.drafting.window import WindowDrafting
 from lantern_hpu.decode.memory import Setup, check_batch, encoding, engine_bytes, summed
-from lantern_hpu.decode.scheduled import ScheduledDrafting, ScheduledStep
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.decode.state import Bounds, DecodeState, PrefillInput, paired
-from lantern_hpu.decode.step import Accepted, Prefill, Step
+from lantern_hpu.decode.step import Accepted, Prefill, ScheduledStep, Step, make_drafting
 from lantern_hpu.errors import CaptureError, DeviceError, OptionError
 from lantern_hpu.graphs import make_runner
 from lantern_hpu.models.model import ImageModel
 from lantern_hpu.models.text.prefix import Prefix
 from lantern_hpu.models.transformer import Drafter, Target
 from lantern_hpu.ops.sampling import noise_keys, uniform_block, uniforms
-from lantern_hpu.tree import DynamicTree, Window
 
 UNRECORDED = ("eager", "strict")  # graph modes that keep no memory of their own
 MAX_ENGINES = 8  # engines of a model: two sizes of pictures and three of prefixes are six
@@ -381,17 +376,6 @@ def read_records(engine: Engine, images: Mapping[int, Request]) -> list[ImageRec
         record.invalid = invalid
         result.append(record)
     return result
-
-
-def make_drafting(target: Target, drafter: Drafter | None, spec: Spec) -> Drafting | None:
-    """What drafts a spec's tree; None where the root is the whole tree."""
-    if isinstance(spec.tree, Window):
-        return ScheduledDrafting(target, spec) if spec.tree.commit else WindowDrafting(target, spec)
-    if not spec.tree.depth:
-        return None
-    assert drafter is not None, "a tree of drafts needs a drafter"
-    kind = DynamicDrafting if isinstance(spec.tree, DynamicTree) else StaticDrafting
-    return kind(target, drafter, spec)
 
 
 class EngineCache:

@@ -20,6 +20,7 @@ from lantern_hpu.backends import ACCELERATOR, BYTES, QUANTIZED, DeviceOptions, D
 from lantern_hpu.backends.base import Backend, DevicePlan, dtype_name
 from lantern_hpu.decode.spec import Spec, capacity
 from lantern_hpu.decode.state import DecodeState, PrefillInput, walk_tensors
+from lantern_hpu.decode.step import make_drafting
 from lantern_hpu.errors import Arg, DeviceError, OptionError, Words, words
 from lantern_hpu.files import amount
 from lantern_hpu.models.config import ModelConfig, TransformerConfig
@@ -154,8 +155,6 @@ def encoding(model: ModelConfig, setup: Setup) -> Rows:
 @lru_cache(256)
 def state(model: ModelConfig, setup: Setup) -> Rows:
     """What an engine allocates once for its batches."""
-    from lantern_hpu.decode.engine import make_drafting  # which asks here for room
-
     empty, spec = EmptyModel.of(model), setup.spec
     target, dtype = empty.target.sized(spec.sizes(model.target)), getattr(torch, setup.dtype)
     drafting = make_drafting(target, empty.drafter, spec)

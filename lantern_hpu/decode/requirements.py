@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
-from lantern_hpu.backends import BACKENDS, BYTES, QUANTIZED, get_backend
+from lantern_hpu.backends import BACKENDS, BYTES, QUANTIZED
+from lantern_hpu.backends.base import get_backend, load_backend
 from lantern_hpu.decode.memory import (
     DeviceMemory,
     Setup,
@@ -112,14 +113,14 @@ def find_device(
     if name not in known:
         raise DeviceError(f"unknown device {name!r}", hint=choices(known, name))
     try:
-        backend = BACKENDS[name].load() if size else get_backend(name)
+        backend = load_backend(name) if size else get_backend(name)
         if not size:
             size, where = backend.memory().total, f"device {backend.name}"
             where += " does not tell its memory" * (size is None)
     except DeviceError as error:
         if name not in BACKENDS:
             raise
-        backend = BACKENDS[name].load()
+        backend = load_backend(name)
         where = words(f"no {name} device can be asked here:", error.why)
     best, _ = backend.best_dtype(parameters)
     return DeviceMemory(

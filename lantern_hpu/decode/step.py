@@ -15,15 +15,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lantern_hpu.decode.accept import Acceptance
 from lantern_hpu.decode.common import Drafts, JudgedNodes, Positions, Sampler, StaticTables, rows_at
 from lantern_hpu.decode.drafting.base import Committed, Drafting
+from lantern_hpu.decode.drafting.eagle import DynamicDrafting, StaticDrafting
+from lantern_hpu.decode.drafting.window import ScheduledDrafting, WindowDrafting
 from lantern_hpu.decode.spec import Spec, token_columns
 from lantern_hpu.decode.state import DecodeState, paired
-from lantern_hpu.models.transformer import Target
+from lantern_hpu.decode.walk import Acceptance
+from lantern_hpu.models.transformer import Drafter, Target
 from lantern_hpu.ops.buffers import additive_mask, arange32, constant, prefix_mask
-from lantern_hpu.ops.sampling import gather, gather_rows
-from lantern_hpu.tree import DraftTree
+from lantern_hpu.ops.sampling import gather, gather_rows, topk_tokens
+from lantern_hpu.tree import DraftTree, DynamicTree, Window
 
 
 class Prefill(nn.Module):
@@ -297,3 +299,86 @@ class Step(nn.Module):
         state.meter.add(spent)
         if state.bounds is not None and state.bounds.budget is not None:
             state.bounds.budget.sub_(spent.sum(1))
+
+
+class ScheduledStep(Step):
+    """On a fixed schedule each image gains C tokens: verify, draw, make the first C places final."""
+
+    drafting: ScheduledDrafting
+
+    @property
+    def final(self) -> int:
+        """C, tokens that a step makes final."""
+        return self.drafting.final
+
+    def inputs(self, state: DecodeState) -> tuple[Tensor, Tensor]:
+        """This step's uniforms [B, draws], and how many positions of each image are in the cache [B]."""
+        uniform, length = super().inputs(state)
+        return uniform, length - self.drafting.lag(state)
+
+    def accept(
+        self, hidden: Tensor, drafts: Drafts, uniform: Tensor, state: DecodeState
+    ) -> Accepted:
+        """Sample all places again, from the target's distributions given what was before them."""
+        lag = self.drafting.lag(state)
+        p = self.sampler(hidden, state, drafts.tables.depth - lag[:, None])  # [B, C + W, V]
+        assert drafts.uniform is not None
+        tokens, probs = self.drafting.draw_all(p, drafts.uniform, state)
+        bonus, node = tokens[:, self.final - 1], lag + (self.final - 1)
+        relaxed = torch.zeros_like(tokens[:, 1:], dtype=torch.bool)
+        return Accepted(probs, node, bonus, relaxed, self.spent(p, drafts.tokens, state), tokens)
+
+    def spent(self, p: Tensor, tokens: Tensor, state: DecodeState) -> Tensor | None:
+        """Total variation between what the last final tokens were drawn from and what they should have been.
+
+        Args:
+            p: [B, C + W, V], the target's after each node. tokens: [B, C + W].
+
+        Returns [B, C - 1]; 0 where no token was made final yet. The first of them was drawn as it should be.
+        """
+        final: Tensor | None = state.drafting.final
+        if final is None:
+            return None
+        today = p[:, : final.shape[1]]
+        cost = (final - today).clamp(min=0).sum(-1)
+        if self.spec.use_greedy:
+            other = topk_tokens(today, 1)[..., 0] != tokens[:, 1 : self.final]
+            cost = torch.where(state.sampling.greedy[:, None], other.to(cost.dtype), cost)
+        return cost * (state.count > 0)[:, None]
+
+    def commit(
+        self, hidden: Tensor, drafts: Drafts, accepted: Accepted, state: DecodeState
+    ) -> Tensor:
+        """Keep the first C tokens; the next step writes their keys."""
+        assert accepted.tokens is not None
+        self.note_spoiled(accepted, state)
+        index = (self.first + state.count + 1)[:, None] + self.positions.arange[: self.final]
+        news = accepted.tokens[:, : self.final]
+        state.tokens.index_copy_(0, index.flatten().long(), news.flatten())
+        count = (state.count + self.final).clamp(max=self.tokens - 1)
+        self.drafting.keep_drawn(accepted.tokens, accepted.probs, state)
+        self.tally_final(accepted.spent, state)
+        return self.end(accepted, count, state)
+
+    def tally_final(self, spent: Tensor | None, state: DecodeState) -> None:
+        """Count the step for images that are not done; what it made final after its first token counts as accepted.
+
+        What was spent [B, C - 1] is of the tokens of the step before.
+        """
+        last, depth = self.tokens - 1, self.positions.arange[1 : self.depth + 1]
+        running = state.count < last
+        state.steps.add_(running)
+        state.accepted.add_((depth < self.final) & (state.count[:, None] + depth <= last))
+        if state.meter is not None and spent is not None:
+            state.meter.add(spent * running[:, None])
+
+
+def make_drafting(target: Target, drafter: Drafter | None, spec: Spec) -> Drafting | None:
+    """What drafts a spec's tree; None where the root is the whole tree."""
+    if isinstance(spec.tree, Window):
+        return ScheduledDrafting(target, spec) if spec.tree.commit else WindowDrafting(target, spec)
+    if not spec.tree.depth:
+        return None
+    assert drafter is not None, "a tree of drafts needs a drafter"
+    kind = DynamicDrafting if isinstance(spec.tree, DynamicTree) else StaticDrafting
+    return kind(target, drafter, spec)

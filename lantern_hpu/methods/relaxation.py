@@ -1,7 +1,7 @@
 """How far acceptance may depart from the lossless rule: one class a rule, and the published settings. Needs no torch.
 
 Written as values between colons, `lambda=2:k=30`, or the name of a published setting, `delta-0.1`, which values may
-follow. The algorithm is `decode/accept.py`; what each rule bounds and what it does not: docs/methods.md.
+follow. The algorithm is `decode/rules.py`; what each rule bounds and what it does not: docs/methods.md.
 """
 
 from __future__ import annotations

@@ -216,7 +216,7 @@ RotateInto = Callable[[Tensor, Tensor, Tensor, Tensor, bool, CacheWrite], Tensor
 
 
 class Walk(Protocol):
-    """`Acceptance.walk_sampled` down static trees whose children were drawn, with the sound residual."""
+    """`LevelWalk` of `decode/walk.py`, down static trees whose children were drawn, with the sound residual."""
 
     def __call__(
         self,
@@ -238,7 +238,7 @@ class Walk(Protocol):
 
 
 class Traverse(Protocol):
-    """`Traversal` of `decode/accept.py`: the drafts of a static tree verified together."""
+    """`Traversal` of `decode/traversal.py`: the drafts of a static tree verified together."""
 
     def __call__(
         self,
@@ -282,8 +282,8 @@ class Kernels:
     """What the transformer, the sampler and the acceptance call; the shapes are those of the plain forms.
 
     None stands for a plain form that is made of others: of `rotate_into`, around the device's own `rotate`; of
-    `add_norm`, in `models/transformer.py`; of the walks, in `decode/accept.py`;
-    of `product`, in a block's modules; of the commit, in `decode/step.py`.
+    `add_norm`, in `models/transformer.py`; of the walks, in `decode/walk.py` and
+    `decode/traversal.py`; of `product`, in a block's modules; of the commit, in `decode/step.py`.
     """
 
     attention: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = attention

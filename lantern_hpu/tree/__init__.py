@@ -1,12 +1,12 @@
 """Draft trees: which drafts a step makes, as data. Needs no torch.
 
-A file a kind: `static.py` (the published ones are in `named.py`), `dynamic.py` and `window.py`.
+A file a kind: `static.py`, which has the named ones, `dynamic.py` and `window.py`.
 """
 
 from __future__ import annotations
 
 from lantern_hpu.tree.dynamic import DYNAMIC, MOST_CHILDREN, DynamicTree
-from lantern_hpu.tree.static import DRAWS, DraftTree, Path, dotted, load_static
+from lantern_hpu.tree.static import DRAWS, NAMED, DraftTree, Path, dotted, load_static
 from lantern_hpu.tree.window import MOST_WINDOW, Rule, Tree, Window, load_tree
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "DYNAMIC",
     "MOST_CHILDREN",
     "MOST_WINDOW",
+    "NAMED",
     "DraftTree",
     "DynamicTree",
     "Path",

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from lantern_hpu.core import Request
-from lantern_hpu.decode.accept import Acceptance, Blend, Node
 from lantern_hpu.decode.engine import Engine, StepTrace, upload_prefix, upload_settings
+from lantern_hpu.decode.rules import Blend, Node, Rules
 from lantern_hpu.decode.state import Bounds
 from lantern_hpu.errors import OptionError
 from lantern_hpu.methods.relaxation import Relaxation
@@ -133,16 +133,16 @@ def tv_distances(
     request = Request("any", sampling=pipeline.model.sampling, relaxation=relaxation)
     spec, device = pipeline.spec([request], tree, 1), pipeline.backend.device
     neighbours, codes = pipeline.model.code_tables(spec.neighbours, spec.ranks)
-    acceptance = Acceptance(spec, neighbours, codes).to(device)
+    rules = Rules(spec, neighbours, codes).to(device)
     bounds = Bounds.of([relaxation], 1, device)
     generator, result = torch.Generator().manual_seed(options.seed), []
     for place in places:
         uniform = torch.rand(options.draws, place.tokens.shape[1], generator=generator)
-        result.append(tv_at(place, acceptance, bounds, uniform.to(device)))
+        result.append(tv_at(place, rules, bounds, uniform.to(device)))
     return result
 
 
-def tv_at(place: Place, acceptance: Acceptance, bounds: Bounds, uniform: Tensor) -> float:
+def tv_at(place: Place, rules: Rules, bounds: Bounds, uniform: Tensor) -> float:
     """The TV at a place.
 
     Args:
@@ -150,21 +150,20 @@ def tv_at(place: Place, acceptance: Acceptance, bounds: Bounds, uniform: Tensor)
         uniform: [n, C], for n draws of the refused drafts, where drafts are drawn.
     """
     if place.q is None:
-        expected = expectation(acceptance, root(place.p, None, bounds), place.tokens, place.exists)
+        expected = expectation(rules, root(place.p, None, bounds), place.tokens, place.exists)
     else:
-        together = max(1, MOST_NUMBERS // (place.p.shape[1] * width_of(acceptance)))
+        together = max(1, MOST_NUMBERS // (place.p.shape[1] * width_of(rules)))
         parts = uniform[:, : int(place.exists.sum())].split(together)
         sums = [
-            averaged_expectation(acceptance, place.p, place.q, part, bounds).sum(0)
-            for part in parts
+            averaged_expectation(rules, place.p, place.q, part, bounds).sum(0) for part in parts
         ]
         expected = torch.stack(sums).sum(0) / len(uniform)
     return float((expected - place.p).abs().sum()) / 2
 
 
-def width_of(acceptance: Acceptance) -> int:
+def width_of(rules: Rules) -> int:
     """Numbers that are gathered for each draft that is tried."""
-    neighbours, clusters = acceptance.neighbours, acceptance.clusters
+    neighbours, clusters = rules.neighbours, rules.clusters
     near = 0 if neighbours is None else neighbours.table.shape[1]
     return max(1, near, 0 if clusters is None else len(clusters.offset) * clusters.codes.shape[1])
 
@@ -174,22 +173,22 @@ def root(p: Tensor, q: Tensor | None, bounds: Bounds) -> Node:
     return Node(p, q, bounds.weight[:, :1], bounds)
 
 
-def blend_at(acceptance: Acceptance, node: Node) -> Blend | None:
+def blend_at(rules: Rules, node: Node) -> Blend | None:
     q = None if node.q is None else node.q[:, None]
-    return acceptance.blend(node.p[:, None], q, node.bounds)
+    return rules.blend(node.p[:, None], q, node.bounds)
 
 
-def expectation(acceptance: Acceptance, node: Node, tokens: Tensor, exists: Tensor) -> Tensor:
-    """`Acceptance.siblings` averaged over its uniforms: probabilities of the token after the node [B, V].
+def expectation(rules: Rules, node: Node, tokens: Tensor, exists: Tensor) -> Tensor:
+    """`Rules.siblings` averaged over its uniforms: probabilities of the token after the node [B, V].
 
     Args:
         tokens: [B, c] the children's in the order they are tried. exists: [B, c] bool.
     """
     result, left = torch.zeros_like(node.p), torch.ones_like(node.p[:, :1])
-    blend = blend_at(acceptance, node)
+    blend = blend_at(rules, node)
     for child in range(tokens.shape[1]):
         token = tokens[:, child : child + 1]
-        trial = acceptance.trial(node, token, blend if child == 0 else None)
+        trial = rules.trial(node, token, blend if child == 0 else None)
         mass = trial.mass if trial.drawn is None else trial.mass / trial.drawn
         tried = trial.really_drawn(exists[:, child])[:, None]
         chance = mass.clamp(max=1).where(tried, 0.0)  # [B, 1]
@@ -200,7 +199,7 @@ def expectation(acceptance: Acceptance, node: Node, tokens: Tensor, exists: Tens
 
 
 def averaged_expectation(
-    acceptance: Acceptance, p: Tensor, q: Tensor, uniform: Tensor, bounds: Bounds
+    rules: Rules, p: Tensor, q: Tensor, uniform: Tensor, bounds: Bounds
 ) -> Tensor:
     """`expectation` averaged over drawn children, but for the codes of the refused ones, which are drawn.
 
@@ -213,10 +212,10 @@ def averaged_expectation(
     p, q = p.expand(len(uniform), -1), q.expand(len(uniform), -1)  # [n, V]
     every = torch.arange(p.shape[1], device=p.device).expand_as(p)  # [n, V] codes a child may be
     result, left, node = torch.zeros_like(p), torch.ones_like(p[:, :1]), root(p, q, bounds)
-    blend = blend_at(acceptance, node)
+    blend = blend_at(rules, node)
     for child in range(uniform.shape[1]):
         # [n, V] what each code would be accepted with
-        mass, _ = acceptance.accept_mass(node, every, node.p)
+        mass, _ = rules.accept_mass(node, every, node.p)
         assert node.q is not None
         if blend is not None and child == 0:
             mass = blend.accept_mass(mass, node.q)
@@ -225,7 +224,7 @@ def averaged_expectation(
         refused = (node.q - passed).clamp(min=0)  # [n, V] drawn and refused
         share = refused.sum(-1, keepdim=True)  # [n, 1]
         token = sample(refused / share.clamp(min=1e-30), uniform[:, child])[:, None]
-        rest = acceptance.trial(node, token).rest
+        rest = rules.trial(node, token).rest
         node = replace(rest, p=torch.where(share > 0, rest.p, node.p))
         left = left * share
     return result + left * node.p

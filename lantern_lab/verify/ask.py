@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from lantern_hpu.backends import DeviceOptions, get_backend
-from lantern_hpu.backends.base import Backend
-from lantern_hpu.backends.candidates import LACKING, difference
+from lantern_hpu.backends import DeviceOptions
+from lantern_hpu.backends.base import LACKING, Backend, difference, get_backend
 from lantern_hpu.backends.hpu import errors as hpu_errors
 from lantern_hpu.core import Request, RunStats
 from lantern_hpu.decode.engine import Engine, GraphReport

@@ -129,8 +129,7 @@ def methods() -> Iterator[str]:
     """The table of methods and of published relaxations, and the named trees."""
     from lantern_hpu.methods.relaxation import PRESETS
     from lantern_hpu.methods.setting import METHODS
-    from lantern_hpu.tree import load_static
-    from lantern_hpu.tree.named import NAMED
+    from lantern_hpu.tree import NAMED, load_static
     from scripts.docs.tree_diagrams import as_text
 
     yield "# Methods, presets and trees\n\n## Methods\n"

@@ -1,6 +1,6 @@
 """Draws and the walk down a verified tree in C, by `sampling.h`.
 
-Their plain twins are in `ops/sampling.py` and `decode/accept.py`. Both give the same to the last bit where torch sums
+Their plain twins are in `ops/sampling.py` and `decode/walk.py`. Both give the same to the last bit where torch sums
 in one thread, as 2.13 does on x86-64 up to 32,767 tokens: sums run in its order. Beyond, they agree within rounding.
 """
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lantern_hpu.backends.candidates import Candidate
+from lantern_hpu.backends.base import Candidate
 from lantern_hpu.ops.kernels import PLAIN, Kernels
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lantern_hpu.backends.candidates import Candidate, Example, outcome, tensors
+from lantern_hpu.backends.base import Candidate, Example, outcome, tensors
 from lantern_hpu.backends.cuda.kernels.programs import FORMS
 from lantern_hpu.ops import kernels, sampling
 from lantern_hpu.ops.kernels import CacheWrite

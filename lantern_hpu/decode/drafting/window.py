@@ -12,12 +12,21 @@ which its next draft comes:
 
 Verification needs the distribution q that a draft was drawn from. It is lossless because a place's draft depends on
 nothing that comes after it: given what is before it, it is a draw from q.
+
+On a fixed schedule each step makes its first C places final, without a test. So N tokens take ceil((N - 1) / C) steps
+after the first token, the same for every image, and the host need not read what was accepted: nothing is. The chain of
+a step is C final tokens whose keys it writes, then the W places of the window.
+
+The first of the C tokens follows the target's distribution given what is before it. The others were drawn from
+distributions q that rest on drafts a step old. The next step has today's distributions p of those places, so that
+their total variation is known: by convexity a token's distribution, given the tokens before it, is on average no
+further from the target's than that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,7 +34,7 @@ from torch import Tensor
 
 from lantern_hpu.decode.common import Drafts, Sampler, StaticTables
 from lantern_hpu.decode.drafting.base import Committed, Drafting
-from lantern_hpu.decode.spec import Spec, keeps_noise
+from lantern_hpu.decode.spec import Spec, keeps_noise, token_columns
 from lantern_hpu.decode.state import DecodeState, PrefillInput
 from lantern_hpu.models.transformer import Target
 from lantern_hpu.ops.buffers import Choice, arange32, constant
@@ -199,3 +208,58 @@ class WindowDrafting(Drafting):
             torch.where(lost, probs, rest), other[..., None].contiguous(), state
         )
         return torch.where(stays, draft, drawn_anew[..., 0])
+
+
+class ScheduledDrafting(WindowDrafting):
+    """On a fixed schedule: drafts, and the tokens that are made of them."""
+
+    def __init__(self, target: Target, spec: Spec) -> None:
+        super().__init__(target, spec)
+        self.final = self.tree.commit  # C
+        self.node = constant(arange32(self.tree.size))  # [C + W]
+        self.columns = token_columns(target.config, self.tree)
+
+    def allocate(
+        self, dtype: torch.dtype, device: torch.device, by_head: bool = False
+    ) -> WindowState:
+        b, v = self.spec.images, self.config.vocab_size
+        state = super().allocate(dtype, device)
+        q = state.q if self.tree.rule == "sjd-pac" else None  # that no other rule asks for
+        final = torch.zeros(b, self.final - 1, v, device=device) if self.final > 1 else None
+        return replace(state, q=q, final=final)
+
+    def lag(self, state: DecodeState) -> Tensor:
+        """Final tokens before the last one whose keys are not written yet [B] int32: none at first, then C - 1."""
+        return state.count.clamp(max=self.final - 1)
+
+    def draft(
+        self, length: Tensor, uniform: Tensor, state: DecodeState
+    ) -> Iterator[tuple[str, Any]]:
+        """Final tokens without keys, then drafts [B, C + W]; `accept` takes the uniforms."""
+        lag = self.lag(state)[:, None]
+        index = self.image * self.columns + state.count[:, None] + self.node - lag
+        final = state.tokens.index_select(0, index.flatten()).unflatten(0, index.shape)
+        place = (self.node - lag - 1).clamp(min=0, max=self.width - 1)  # [B, C + W]
+        drafts = gather(state.drafting.drafts, 1, place)
+        tokens = torch.where(self.node <= lag, final, drafts)
+        yield "draft", Drafts(tokens, None, self.tables(len(tokens)), uniform)
+
+    def draw_all(self, p: Tensor, uniform: Tensor, state: DecodeState) -> tuple[Tensor, Tensor]:
+        """Tokens of the C + W places after the last final one [B, C + W], and what they were drawn from.
+
+        They are drawn from p [B, C + W, V], the target's after each node, with uniforms [B, draws].
+        """
+        place = (state.count + 1)[:, None] + self.node
+        # The last place's distribution serves those behind it
+        row = self.lag(state)[:, None] + torch.minimum(self.node, self.last(state.count))
+        probs = self.force_row_ends(gather_rows(p, row), place)
+        if self.tree.rule == "sjd-pac":
+            return self.couple(probs, self.node.expand_as(place), uniform, state), probs
+        return self.draw(probs, place, state), probs
+
+    def keep_drawn(self, tokens: Tensor, probs: Tensor, state: DecodeState) -> None:
+        """The tokens and distributions of all C + W places: the first C are final, the others the next drafts."""
+        kept: WindowState = state.drafting
+        if kept.final is not None:
+            kept.final.copy_(probs[:, 1 : self.final])
+        self.keep(tokens[:, self.final :], probs[:, self.final :], state)

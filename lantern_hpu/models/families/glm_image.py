@@ -29,7 +29,7 @@ from lantern_hpu.models.families.base import (
 )
 from lantern_hpu.models.files.checkpoint import Source, Stored
 from lantern_hpu.models.files.names import settings_beside
-from lantern_hpu.ops.grammar import NEVER
+from lantern_hpu.ops.sampling import NEVER
 
 TEXT = "model.language_model."
 PROCESSOR = "GlmImageProcessor"  # whose rule for the preview's size is known
