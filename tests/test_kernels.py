@@ -443,7 +443,7 @@ def test_worked_examples_are_what_the_plain_walks_give() -> None:
     acceptance = Acceptance(Spec(3, False, tree, blended=True, together=True))
     assert isinstance(acceptance.walk_sampled, Traversal)
     assert torch.equal(acceptance.walk_sampled.order, order)
-    blending = Bounds(*bounds, None, *blend)
+    blending = replace(Bounds(*bounds), tv=blend[0], budget=blend[1])
     verdict = acceptance.walk_sampled(p, Drafts(tokens, q, tables), uniform, blending)
     same_traversal(tree, verdict, Verdict(*wanted))
 
