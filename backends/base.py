@@ -383,6 +383,10 @@ class Backend(ABC):
         decided = {"dtype": f"{dtype_name(dtype)}: {why}"}
         return DevicePlan(self, dtype, self.graph_mode(options.graphs), kernels, decided=decided)
 
+    def loading(self, parameters: int) -> AbstractContextManager[None]:
+        """Inside, the weights of a target of this many parameters are loaded and laid out."""
+        return nullcontext()
+
     def check_offers(self, what: str, asked: str, offered: Iterable[str]) -> None:
         """Raise a DeviceError unless the device offers what is asked for."""
         if asked not in offered:

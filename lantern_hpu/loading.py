@@ -66,11 +66,12 @@ def load_model(
         place = Placement(
             fit.dtype, backend.device, fit.kernels, options.keep_text, upload, quantize
         )
-        model = opened.load(place)
-        if quantize is not None:
-            note = fit.keep_quantized(model.stepping, quantize)
-            model.notes += [note] if note else []
-        fit = fit.lay_out([*model.stepping, *model.condition.parts().values()])
+        with backend.loading(opened.config.target.parameters):
+            model = opened.load(place)
+            if quantize is not None:
+                note = fit.keep_quantized(model.stepping, quantize)
+                model.notes += [note] if note else []
+            fit = fit.lay_out([*model.stepping, *model.condition.parts().values()])
     return model, fit
 
 

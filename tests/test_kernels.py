@@ -81,17 +81,7 @@ DEVICES = [
         ],
     ),
 ]
-MODULES = (
-    "attention",
-    "commit",
-    "distinct",
-    "norm_rope",
-    "positions",
-    "probs",
-    "products",
-    "swiglu",
-    "walk",
-)
+MODULES = ("accept", "attention", "forward", "products", "sample")
 
 
 @cache
@@ -949,21 +939,21 @@ def test_fused_kernels_that_agree_serve(device: str) -> None:
 
 @on_devices
 def test_kernel_that_is_wrong_or_fails_is_replaced(device: str) -> None:
-    from lantern_hpu.backends.cuda.kernels import probs, walk
+    from lantern_hpu.backends.cuda.kernels import accept, sample
 
     def broken(*args: Any) -> None:
         raise RuntimeError("no compiler")
 
-    kept = probs.triton_probs, walk.triton_walk
-    probs.triton_probs = lambda *args: 1.1 * guided_probs(*args)
-    walk.triton_walk = broken
+    kept = sample.triton_probs, accept.triton_walk
+    sample.triton_probs = lambda *args: 1.1 * guided_probs(*args)
+    accept.triton_walk = broken
     try:
         with pytest.warns(
             UserWarning, match="probs: .* plain one gives; walk: RuntimeError: no comp"
         ) as said:
             served = triton_kernels.__wrapped__(torch.device(device), torch.float32)
     finally:
-        probs.triton_probs, walk.triton_walk = kept
+        sample.triton_probs, accept.triton_walk = kept
     assert len(said) == 1
     assert served.probs is guided_probs and served.walk is None
     assert served.sample is kernels().sample

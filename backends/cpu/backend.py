@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
@@ -269,6 +269,10 @@ class CPUBackend(Backend):
         if found["graphs"] == "compile" and found["kernels"] is not PLAIN:
             found["kernels"] = IN_ORDER
         return CPUPlan(**found, threads=options.threads)
+
+    def loading(self, parameters: int) -> AbstractContextManager[None]:
+        """A small model by one thread: others would only spin between its short operators."""
+        return threads_set(1) if parameters < LARGE_PARAMETERS else nullcontext()
 
     def memory(self, reset_peak: bool = False) -> Memory:
         return Memory(host.total_bytes(), host.available_bytes(), host.peak_resident_bytes())

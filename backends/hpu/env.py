@@ -193,6 +193,7 @@ DRIVER = Path("/sys/module/habanalabs/version")
 MOUNTS = Path("/proc/self/mounts")
 DEFAULT_LOGS = Path("/var/log/habana_logs")
 SMI = "hl-smi"
+VISIBLE = ("HABANA_VISIBLE_DEVICES", "HABANA_VISIBLE_MODULES", "HLS_MODULE_ID")
 SMI_SECONDS = 5.0
 IDLE_MIB = 2048  # an idle card reports several hundred MiB of its own
 NETWORK_DISKS = {"nfs", "nfs4", "cifs", "smb3", "9p", "lustre", "gpfs", "ceph", "beegfs", "afs"}
@@ -420,59 +421,10 @@ def plugin_folder() -> Path | None:
     return None
 
 
-def checks() -> list[Check]:
-    """Everything that is known without importing torch."""
-    return [
-        _check_plugin(),
-        _check_torch(),
-        _check_nodes(),
-        _check_driver(),
-        _check_visible(),
-        _check_cards(),
-        _check_recipes(),
-        _check_logs(),
-    ]
-
-
-def _check_plugin() -> Check:
-    folder, version = plugin_folder(), version_of(PLUGIN)
-    if folder is None:
-        return Check("plugin", False, "habana_frameworks is not installed (Gaudi's images have it)")
-    return Check(
-        "plugin", True, f"habana-torch-plugin {version or 'of unknown version'} in {folder}"
-    )
-
-
-def _check_torch() -> Check:
-    """Whether torch is the one that the plugin was built for; pip likes to replace it."""
-    torch, folder = version_of("torch"), plugin_folder()
-    if torch is None:
-        return Check("torch", False, "torch is not installed")
-    if folder is None or fits_any_torch():
-        kind = "Gaudi's own build" if is_fork(torch) else "not Gaudi's own build"
-        return Check("torch", True, f"{torch}, {kind}")
-    built_for = _read(folder / "required_version.txt") or torch
-    fits = version_number(built_for) == version_number(torch)
-    fits = fits and is_fork(built_for) == is_fork(torch)
-    unfit = {"HPU graphs": unfit_plugin(True), "compile and eager": unfit_plugin(False)}
-    lacking = [modes for modes, why in unfit.items() if why]
-    if not fits or len(lacking) == 2:
-        why = unfit["compile and eager"] if fits else f"the plugin was built for {built_for}"
-        fix = "reinstall Gaudi's own, or start from a fresh image"
-        detail = f"REPLACED: {torch} is not what came with Gaudi ({why}): {fix}"
-        return Check("torch", False, detail)
-    if is_fork(torch) and lacking:
-        return Check("torch", False, f"{torch}: no {lacking[0]}, {unfit[lacking[0]]}")
-    modes = "Gaudi's own build: every graph mode"
-    if lacking:
-        modes = "a stock build: compile and eager, and no HPU graphs"
-    return Check("torch", True, f"{torch}, {modes}")
-
-
 def fits_any_torch() -> bool:
     """Whether the plugin says so itself: one without libraries that were built for a torch."""
     folder = plugin_folder()
-    return folder is not None and _read(folder / "required_version.txt") == "any"
+    return folder is not None and read_line(folder / "required_version.txt") == "any"
 
 
 def missing_library(torch: str | None, lazy: bool) -> str | None:
@@ -497,85 +449,137 @@ def unfit_plugin(lazy: bool) -> str | None:
     return missing and f"the plugin lacks {missing}, which torch {torch} needs in {_name(lazy)}"
 
 
-def _check_nodes() -> Check:
-    nodes = sorted([*DEV.glob("accel/accel[0-9]*"), *DEV.glob("hl[0-9]*")])
-    if not nodes:
-        return Check("device nodes", False, f"none in {DEV} (a container needs the runtime habana)")
-    closed = [str(node) for node in nodes if not os.access(node, os.R_OK | os.W_OK)]
-    if closed:
-        return Check("device nodes", False, f"no permission to use {', '.join(closed)}")
-    return Check("device nodes", True, ", ".join(map(str, nodes)))
-
-
-def _check_driver() -> Check:
-    driver, plugin = _read(DRIVER), version_of(PLUGIN)
-    if driver is None:
-        return Check("driver", False, "habanalabs is not loaded")
-    if plugin and version_number(plugin) != version_number(driver):
-        why = f"habanalabs {driver} does not match the plugin's release {plugin}"
-        return Check("driver", False, f"{why}: use an image of the driver's release")
-    ours, theirs = (re.match(r"\D*(\d+\.\d+\.\d+)", text or "") for text in (plugin, driver))
-    note = ""
-    if ours and theirs and ours[1] != theirs[1]:
-        note = f", of another patch release than the plugin's {ours[1]}: an image of the driver's is safer"
-    return Check("driver", True, f"habanalabs {driver}{note}")
-
-
-def _check_visible() -> Check:
-    """What the container and the process may see."""
-    names = ("HABANA_VISIBLE_DEVICES", "HABANA_VISIBLE_MODULES", "HLS_MODULE_ID")
-    given = {name: os.environ[name] for name in names if name in os.environ}
-    shown = ", ".join(f"{name}={value}" for name, value in given.items())
-    return Check("visible cards", True, shown or "not restricted")
-
-
-def _check_cards() -> Check:
-    """Cards and which are taken, as far as `hl-smi` tells."""
-    program = shutil.which(SMI)
-    if program is None:
-        return Check("cards", False, f"{SMI} is not on PATH")
-    query = [program, "-Q", "module_id,memory.used", "-f", "csv,noheader,nounits"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=SMI_SECONDS)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return Check("cards", False, f"{SMI} gave no answer: {error}")
-    visible = os.environ.get("HABANA_VISIBLE_MODULES", "all").replace(" ", "").split(",")
-    rows = re.findall(r"^\s*(\d+)\s*,\s*(\d+)", done.stdout, re.MULTILINE)
-    used = {int(card): int(mib) for card, mib in rows if visible == ["all"] or card in visible}
-    if not used:
-        said = (done.stderr or done.stdout).strip().splitlines()
-        return Check("cards", False, f"{SMI} lists none" + (f": {said[0]}" if said else ""))
-    taken = [card for card, mib in used.items() if mib > IDLE_MIB]
-    if len(taken) == len(used):
-        return Check("cards", False, f"all {len(used)} look taken (by their memory)")
-    which = f" (modules {', '.join(map(str, taken))} look taken)" if taken else ""
-    return Check("cards", True, f"{len(used)}, {len(used) - len(taken)} free{which}")
-
-
-def _check_recipes() -> Check:
-    """Where compiled graphs are kept between runs."""
-    given = os.environ.get(RECIPE_CACHE)
-    if given is not None and RECIPE_CACHE not in _ours(os.environ):
-        wrong = fatal_flag(release_of(), RECIPE_CACHE, given)
-        detail = f"{RECIPE_CACHE}={given}" + (f": {wrong}" if wrong else "")
-        return Check("recipe cache", wrong is None, detail)
-    folder, why = recipe_folder(os.environ)
-    if folder is None:
-        return Check("recipe cache", False, f"off: {why} (set {RECIPE_CACHE} to a local folder)")
-    return Check("recipe cache", True, folder)
-
-
-def _check_logs() -> Check:
-    """Whether the runtime can write its logs."""
-    folder = os.environ.get(LOGS) or log_folder() or str(DEFAULT_LOGS)
-    wrong = unfit_logs(folder)
-    fix = f"{wrong}, which ends the process (set {LOGS} to a folder that is)"
-    return Check("logs", wrong is None, fix if wrong else folder)
-
-
-def _read(file: Path) -> str | None:
+def read_line(file: Path) -> str | None:
     """A small text file, or None."""
     try:
         return file.read_text(encoding="utf-8").strip()
     except OSError:
         return None
+
+
+# -------------------------------------------------------------------------------------- inspection
+
+Finding = tuple[bool, str]  # whether it is as it should be, and what was found
+
+
+def checks() -> list[Check]:
+    """Everything that is known without importing torch."""
+    return [Check(name, *find()) for name, find in CHECKS.items()]
+
+
+def find_plugin() -> Finding:
+    folder, version = plugin_folder(), version_of(PLUGIN)
+    if folder is None:
+        return False, "habana_frameworks is not installed (Gaudi's images have it)"
+    return True, f"habana-torch-plugin {version or 'of unknown version'} in {folder}"
+
+
+def find_torch() -> Finding:
+    """Whether torch is the one that the plugin was built for; pip likes to replace it."""
+    torch, folder = version_of("torch"), plugin_folder()
+    if torch is None:
+        return False, "torch is not installed"
+    if folder is None or fits_any_torch():
+        return True, f"{torch}, {'' if is_fork(torch) else 'not '}Gaudi's own build"
+    built_for = read_line(folder / "required_version.txt") or torch
+    of_one_kind = is_fork(built_for) == is_fork(torch)
+    fits = of_one_kind and version_number(built_for) == version_number(torch)
+    unfit = {"HPU graphs": unfit_plugin(True), "compile and eager": unfit_plugin(False)}
+    lacking = [modes for modes, why in unfit.items() if why]
+    if not fits or len(lacking) == 2:
+        why = unfit["compile and eager"] if fits else f"the plugin was built for {built_for}"
+        fix = "reinstall Gaudi's own, or start from a fresh image"
+        return False, f"REPLACED: {torch} is not what came with Gaudi ({why}): {fix}"
+    if not lacking:
+        return True, f"{torch}, Gaudi's own build: every graph mode"
+    if is_fork(torch):
+        return False, f"{torch}: no {lacking[0]}, {unfit[lacking[0]]}"
+    return True, f"{torch}, a stock build: compile and eager, and no HPU graphs"
+
+
+def find_nodes() -> Finding:
+    nodes = sorted([*DEV.glob("accel/accel[0-9]*"), *DEV.glob("hl[0-9]*")])
+    if not nodes:
+        return False, f"none in {DEV} (a container needs the runtime habana)"
+    closed = [str(node) for node in nodes if not os.access(node, os.R_OK | os.W_OK)]
+    if closed:
+        return False, f"no permission to use {', '.join(closed)}"
+    return True, ", ".join(map(str, nodes))
+
+
+def find_driver() -> Finding:
+    """Whether it is of the plugin's release; another patch release is noted."""
+    driver, plugin = read_line(DRIVER), version_of(PLUGIN)
+    if driver is None:
+        return False, "habanalabs is not loaded"
+    if plugin and version_number(plugin) != version_number(driver):
+        why = f"habanalabs {driver} does not match the plugin's release {plugin}"
+        return False, f"{why}: use an image of the driver's release"
+    ours, theirs = (re.match(r"\D*(\d+\.\d+\.\d+)", text or "") for text in (plugin, driver))
+    note = ""
+    if ours and theirs and ours[1] != theirs[1]:
+        note = f", of another patch release than the plugin's {ours[1]}: an image of the driver's is safer"
+    return True, f"habanalabs {driver}{note}"
+
+
+def find_visible() -> Finding:
+    """What the container and the process may see."""
+    given = [f"{name}={os.environ[name]}" for name in VISIBLE if name in os.environ]
+    return True, ", ".join(given) or "not restricted"
+
+
+def find_cards() -> Finding:
+    """Cards and which are taken, as far as `hl-smi` tells."""
+    program = shutil.which(SMI)
+    if program is None:
+        return False, f"{SMI} is not on PATH"
+    query = [program, "-Q", "module_id,memory.used", "-f", "csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=SMI_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return False, f"{SMI} gave no answer: {error}"
+    visible = os.environ.get("HABANA_VISIBLE_MODULES", "all").replace(" ", "").split(",")
+    rows = re.findall(r"^\s*(\d+)\s*,\s*(\d+)", done.stdout, re.MULTILINE)
+    used = {int(card): int(mib) for card, mib in rows if visible == ["all"] or card in visible}
+    if not used:
+        said = (done.stderr or done.stdout).strip().splitlines()
+        return False, f"{SMI} lists none" + (f": {said[0]}" if said else "")
+    taken = [card for card, mib in used.items() if mib > IDLE_MIB]
+    if len(taken) == len(used):
+        return False, f"all {len(used)} look taken (by their memory)"
+    which = f" (modules {', '.join(map(str, taken))} look taken)" if taken else ""
+    return True, f"{len(used)}, {len(used) - len(taken)} free{which}"
+
+
+def find_recipes() -> Finding:
+    """Where compiled graphs are kept between runs."""
+    given = os.environ.get(RECIPE_CACHE)
+    if given is not None and RECIPE_CACHE not in _ours(os.environ):
+        wrong = fatal_flag(release_of(), RECIPE_CACHE, given)
+        return wrong is None, f"{RECIPE_CACHE}={given}" + (f": {wrong}" if wrong else "")
+    folder, why = recipe_folder(os.environ)
+    if folder is None:
+        return False, f"off: {why} (set {RECIPE_CACHE} to a local folder)"
+    return True, folder
+
+
+def find_logs() -> Finding:
+    """Whether the runtime can write its logs."""
+    folder = os.environ.get(LOGS) or log_folder() or str(DEFAULT_LOGS)
+    wrong = unfit_logs(folder)
+    if wrong:
+        return False, f"{wrong}, which ends the process (set {LOGS} to a folder that is)"
+    return True, folder
+
+
+# What the doctor prints of a Gaudi, in this order
+CHECKS = {
+    "plugin": find_plugin,
+    "torch": find_torch,
+    "device nodes": find_nodes,
+    "driver": find_driver,
+    "visible cards": find_visible,
+    "cards": find_cards,
+    "recipe cache": find_recipes,
+    "logs": find_logs,
+}

@@ -43,34 +43,30 @@ def triton_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
 def triton_candidates(device: torch.device, dtype: torch.dtype) -> dict[str, Candidate]:
     """All kernels, whether or not they agree here with the plain ones."""
     from lantern_hpu.backends.cuda.kernels import (
+        accept,
         attention,
         checks,
-        commit,
-        distinct,
-        norm_rope,
-        positions,
-        probs,
+        forward,
         products,
-        swiglu,
-        walk,
+        sample,
     )
 
     kernels: dict[str, Any] = {
         "attention": attention.triton_attention,
         "attend": attention.triton_attend,
-        "rms_norm": norm_rope.triton_rms_norm,
-        "add_norm": norm_rope.triton_add_norm,
-        "rotate": norm_rope.triton_rotate,
-        "swiglu": swiglu.triton_swiglu,
-        "rotate_into": norm_rope.triton_rotate_into,
-        "place": positions.triton_place,
-        "probs": probs.triton_probs,
-        "sample": distinct.triton_sample,
-        "sample_distinct": distinct.triton_distinct,
-        "walk": walk.triton_walk,
-        "traverse": walk.triton_traverse,
+        "rms_norm": forward.triton_rms_norm,
+        "add_norm": forward.triton_add_norm,
+        "rotate": forward.triton_rotate,
+        "swiglu": forward.triton_swiglu,
+        "rotate_into": forward.triton_rotate_into,
+        "place": forward.triton_place,
+        "probs": sample.triton_probs,
+        "sample": sample.triton_sample,
+        "sample_distinct": sample.triton_distinct,
+        "walk": accept.triton_walk,
+        "traverse": accept.triton_traverse,
         "product": products.triton_product,
-        "commit": commit.triton_commit,
+        "commit": accept.triton_commit,
     }
     examples, slack = checks.kernel_examples(device, dtype), checks.tolerance(dtype)
     return {

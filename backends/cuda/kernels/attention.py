@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lantern_hpu.backends.base import operator
-from lantern_hpu.backends.cuda.kernels.norm_rope import triton_rotate_into
+from lantern_hpu.backends.cuda.kernels.forward import triton_rotate_into
 from lantern_hpu.backends.cuda.kernels.programs import EXACTLY, block_of, warps
 from lantern_hpu.ops.kernels import CacheWrite, attend, attention
 

@@ -1,6 +1,8 @@
-"""RMS norm and rotary embedding, each in one pass over its tensor; the latter also on the way into the cache.
+"""What a pass does between its matrices and attention, each in one pass over its tensor.
 
-All go through plain torch where a gradient is wanted, as drafters are trained with the same modules.
+Norms and rotary embedding, the latter also on the way into the cache; SwiGLU; and in one kernel angles, mask and cache
+positions of a pass, from a few numbers of each image. All but the last go through plain torch where a gradient is
+wanted, as drafters are trained with the same modules.
 """
 
 # Triton reads the annotations of its functions: they are not postponed, and say `constexpr` or nothing.
@@ -13,8 +15,21 @@ import triton.language as tl
 from torch import Tensor
 
 from lantern_hpu.backends.base import operator
-from lantern_hpu.backends.cuda.kernels.programs import EXACTLY, block_of, warps
-from lantern_hpu.ops.kernels import CacheWrite, add_norm, rms_norm, rotate, rotate_into
+from lantern_hpu.backends.cuda.kernels.programs import EXACTLY, block_of, packed, warps
+from lantern_hpu.ops.kernels import (
+    CacheWrite,
+    Placed,
+    add_norm,
+    rms_norm,
+    rotate,
+    rotate_into,
+    swiglu,
+)
+
+PIECE = 1024  # features that one program of SwiGLU makes
+
+
+# ---------------------------------------------------------------------- norm and rotary embedding
 
 
 @triton.jit
@@ -291,3 +306,145 @@ def triton_rotate_into(
     if torch.is_grad_enabled() or len({x.dtype for x in (q, k, v, rope, *kept)}) > 1:
         return rotate_into(q, k, v, rope, interleaved, write)
     return launch_rotate_into(q, k, v, rope, interleaved, *write)
+
+
+# ----------------------------------------------------------------------------------------- SwiGLU
+
+
+@triton.jit
+def swiglu_kernel(
+    gate_up,  # [n, 2 F]
+    out,  # [n, F]
+    F,
+    BLOCK: tl.constexpr,
+):
+    """One program a block of a vector. What the gate makes is rounded before the product, as torch does it."""
+    vector = tl.program_id(0).to(tl.int64)
+    feature = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = feature < F
+    source = gate_up + vector * 2 * F + feature
+    gate = tl.load(source, mask=there, other=0.0)
+    up = tl.load(source + F, mask=there, other=0.0).to(tl.float32)
+    x = gate.to(tl.float32)
+    open = tl.math.div_rn(x, 1 + tl.exp(-x)).to(gate.dtype).to(tl.float32)
+    tl.store(out + vector * F + feature, open * up, mask=there)
+
+
+def swiglu_out(gate_up: Tensor) -> Tensor:
+    return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+
+
+@operator("swiglu(Tensor gate_up) -> Tensor", swiglu_out)
+def launch_swiglu(gate_up: Tensor) -> Tensor:
+    out = swiglu_out(gate_up)
+    features = out.shape[-1]
+    swiglu_kernel[(out.numel() // features, triton.cdiv(features, PIECE))](
+        gate_up.contiguous(), out, features, BLOCK=PIECE, num_warps=warps(PIECE), **EXACTLY
+    )
+    return out
+
+
+def triton_swiglu(gate_up: Tensor) -> Tensor:
+    """`kernels.swiglu`: gate_up [..., 2 F] in any dtype."""
+    if torch.is_grad_enabled():
+        return swiglu(gate_up)
+    return launch_swiglu(gate_up)
+
+
+# -------------------------------------------------------------------------------------- positions
+
+
+@triton.jit
+def place_kernel(
+    start,  # [B]
+    offset,  # [B, T]
+    column,  # [T]
+    table,  # [B, T, X]
+    valid,  # [R, S]; None: all are
+    pads,  # [R], positions that do not count; None: all do
+    angles,  # [positions, HD]
+    rope,  # [R, T, HD]
+    mask,  # [R, T, S]
+    index,  # [R, T]
+    offset_image,  # steps, as images may share a table
+    offset_token,
+    table_image,
+    B,
+    X,
+    S,
+    HD: tl.constexpr,
+    FLOOR: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_HD: tl.constexpr,
+):
+    """One program a token of a row."""
+    row, token = tl.program_id(0), tl.program_id(1)
+    image, place = row % B, row * tl.num_programs(1) + token
+    begin = tl.load(start + image)
+    tl.store(index + place, row * S + begin + tl.load(column + token))
+    position = begin + tl.load(offset + image * offset_image + token * offset_token)
+    if pads is not None:
+        position = tl.maximum(position - tl.load(pads + row), 0)
+    feature = tl.arange(0, BLOCK_HD)
+    angle = tl.load(angles + position * HD + feature, mask=feature < HD, other=0.0)
+    tl.store(rope + place * HD + feature, angle, mask=feature < HD)
+    slot = tl.arange(0, BLOCK_S)
+    behind = slot - begin
+    inside = (behind >= 0) & (behind < X)
+    local = tl.load(table + image * table_image + token * X + behind, mask=inside, other=0)
+    seen = (behind < 0) | (inside & (local != 0))
+    if valid is not None:
+        seen = seen & (tl.load(valid + row * S + slot, mask=slot < S, other=0) != 0)
+    tl.store(mask + place.to(tl.int64) * S + slot, tl.where(seen, 0.0, FLOOR), mask=slot < S)
+
+
+def placed_out(
+    start: Tensor,
+    offset: Tensor,
+    column: Tensor,
+    table: Tensor,
+    valid: Tensor | None,
+    pads: Tensor | None,
+    angles: Tensor,
+    slot: Tensor,
+    row_start: Tensor,
+    dtype: Any,
+) -> Placed:
+    rows, tokens = len(row_start), len(column)
+    rope = angles.new_empty(rows, tokens, *angles.shape[1:], dtype=dtype)
+    mask = angles.new_empty(rows, 1, tokens, len(slot), dtype=dtype)
+    return rope, mask, start.new_empty(rows * tokens)
+
+
+@operator(
+    "place(Tensor start, Tensor offset, Tensor column, Tensor table, Tensor? valid, Tensor? pads, Tensor angles,"
+    " Tensor slot, Tensor row_start, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
+    placed_out,
+)
+def triton_place(*given: Any) -> Placed:
+    """See `lantern_hpu.ops.kernels.place_tokens`."""
+    start, offset, column, table, valid, pads, angles, slot, row_start, dtype = given
+    made, table, width = placed_out(*given), packed(table), angles[0].numel()
+    block = block_of(len(slot))
+    place_kernel[(len(row_start), len(column))](
+        start,
+        offset,
+        column,
+        table,
+        valid,
+        pads,
+        angles,
+        *made,
+        *offset.stride(),
+        table.stride(0),
+        len(start),
+        table.shape[-1],
+        len(slot),
+        HD=width,
+        FLOOR=torch.finfo(dtype).min,
+        BLOCK_S=block,
+        BLOCK_HD=block_of(width),
+        num_warps=warps(block),
+        enable_fp_fusion=False,
+    )
+    return made

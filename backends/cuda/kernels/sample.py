@@ -1,7 +1,10 @@
-"""Logits to probabilities in one pass: guidance, temperature, exact top-k, softmax.
+"""Logits to probabilities in one pass, and those to tokens.
 
-The k-th largest of a row is found without sorting: a float's bits, read as a whole number with those of
-negative floats turned round, rise with the float, so 32 counts settle the number bit by bit.
+Guidance, temperature, exact top-k, softmax: the k-th largest of a row is found without sorting. A float's bits, read
+as a whole number with those of negative floats turned round, rise with the float, so 32 counts settle it bit by bit.
+
+Tokens are drawn by inverse CDF, one program a distribution; several without replacement. A drawn token is struck out
+and the rest summed again, while the probabilities stay in registers: each draw follows what is left, however little.
 """
 
 # Triton reads the annotations of its functions: they are not postponed, and say `constexpr` or nothing.
@@ -13,7 +16,10 @@ from torch import Tensor
 
 from lantern_hpu.backends.base import operator
 from lantern_hpu.backends.cuda.kernels.programs import EXACTLY, LARGEST, block_of, warps
+from lantern_hpu.ops import sampling
 from lantern_hpu.ops.sampling import SamplingParams, guided_probs
+
+# ---------------------------------------------------------------------------------- probabilities
 
 
 @triton.jit
@@ -123,3 +129,68 @@ def triton_probs(
     return launch_probs(
         logits, params.cfg_scale, params.temperature, params.top_k, guidance, max_top_k
     )
+
+
+# ----------------------------------------------------------------------------------------- tokens
+
+
+@triton.jit
+def distinct_kernel(
+    probs,  # [n, V]
+    uniform,  # [n, draws]
+    out,  # [n, draws]
+    draws,
+    V: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program a distribution."""
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.arange(0, BLOCK)
+    left = tl.load(probs + row * V + token, mask=token < V, other=0.0)
+    for draw in range(draws):
+        mass = tl.cumsum(left, 0)
+        target = tl.load(uniform + row * draws + draw) * tl.max(mass, 0)
+        # The sum runs in parallel, so it may fall by a rounding, and its end may miss the target: whatever
+        # happens, a token that has mass is taken as long as there is one.
+        past = tl.min(tl.where((mass > target) & (left > 0), token, V), 0)
+        last = tl.max(tl.where(left > 0, token, -1), 0)
+        drawn = tl.where(past < V, past, tl.where(last < 0, V - 1, last))
+        tl.store(out + row * draws + draw, drawn)
+        left = tl.where(token == drawn, 0.0, left)
+
+
+def distinct_out(probs: Tensor, uniform: Tensor) -> Tensor:
+    return uniform.new_empty(uniform.shape, dtype=torch.int32)
+
+
+@operator("distinct(Tensor probs, Tensor uniform) -> Tensor", distinct_out)
+def launch_distinct(probs: Tensor, uniform: Tensor) -> Tensor:
+    """probs [..., V], uniform [..., draws] -> [..., draws] int32."""
+    out = distinct_out(probs, uniform)
+    vocabulary, draws = probs.shape[-1], uniform.shape[-1]
+    block = block_of(vocabulary)
+    distinct_kernel[(out.numel() // draws,)](
+        probs.contiguous(),
+        uniform.contiguous(),
+        out,
+        draws,
+        V=vocabulary,
+        BLOCK=block,
+        num_warps=warps(block),
+        **EXACTLY,
+    )
+    return out
+
+
+def triton_sample(probs: Tensor, uniform: Tensor) -> Tensor:
+    """`sampling.sample`: probs [..., V], uniform [...] -> [...] int32."""
+    if probs.shape[-1] > LARGEST:
+        return sampling.sample(probs, uniform)
+    return launch_distinct(probs, uniform[..., None])[..., 0]
+
+
+def triton_distinct(probs: Tensor, uniform: Tensor) -> Tensor:
+    """`sampling.sample_distinct`: probs [..., V], uniform [..., c] -> [..., c] int32."""
+    if probs.shape[-1] > LARGEST:
+        return sampling.sample_distinct(probs, uniform)
+    return launch_distinct(probs, uniform)
