@@ -42,7 +42,7 @@ WRITES_BY_INDEX = frozenset(
 )
 
 
-class Rules(TorchDispatchMode):
+class CaptureRules(TorchDispatchMode):
     """Refuses what a graph cannot record but fake tensors alone would let through."""
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ def check_rules(function: nn.Module, state: State) -> None:
         fakes = {n: torch.empty(w.shape, dtype=w.dtype, device="meta") for n, w in weights.items()}
     twin = fake_like(state, mode)
     try:
-        with torch.no_grad(), mode, Rules():
+        with torch.no_grad(), mode, CaptureRules():
             # Parts shared by two modules are one object: tying them again would not be undone.
             torch.func.functional_call(function, fakes, (twin,), tie_weights=False)
     except CaptureError as error:
