@@ -83,7 +83,6 @@ def test_the_code_keeps_to_its_size() -> None:
 SMALL = {
     "lantern_hpu/__main__.py": "`python -m lantern_hpu`",
     "lantern_hpu/generate.py": "`python -m lantern_hpu.generate`",
-    "lantern_hpu/tree/named.py": "a table: published trees",
 }
 
 
@@ -208,8 +207,6 @@ def test_imports_point_downwards() -> None:
 # Modules that import each other, directly or around. Those that no longer do are to leave the list
 CIRCLES: tuple[set[str], ...] = (
     {"lantern_hpu", "lantern_hpu.generator", "lantern_hpu.pipeline"},
-    {"lantern_hpu.backends", "lantern_hpu.backends.base"},
-    {"lantern_hpu.decode.engine", "lantern_hpu.decode.memory"},
 )
 
 

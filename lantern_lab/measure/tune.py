@@ -15,8 +15,7 @@ from lantern_hpu.methods.setting import AUTO, METHODS, WINDOWS, Resolved, Settin
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.progress import ProgressBar
 from lantern_hpu.results.tables import Table
-from lantern_hpu.tree import DraftTree, Window, load_static
-from lantern_hpu.tree.named import NAMED
+from lantern_hpu.tree import NAMED, DraftTree, Window, load_static
 from lantern_lab.measure import rows
 from lantern_lab.measure.meter import Meter, take_turns, usual_requests
 from lantern_lab.measure.options import HELD_OUT, TUNE_LARGE, TuneOptions, has_long_steps
