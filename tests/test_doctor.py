@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lantern_hpu import backends
-from lantern_hpu.backends import BACKENDS, DEVICE_VARIABLE, Device, examine
+from lantern_hpu.backends import BACKENDS, DEVICE_VARIABLE, Device, base, examine
 from lantern_hpu.backends.base import Candidate, Memory
 from lantern_hpu.backends.cuda import kernels
 from lantern_hpu.backends.cuda.backend import CUDABackend
@@ -77,7 +77,7 @@ def no_plugin(monkeypatch: Patch) -> None:
 def devices(monkeypatch: Patch, **known: Device) -> None:
     """These devices are all there are, in this order."""
     monkeypatch.delenv(DEVICE_VARIABLE)
-    for module in (backends, examine):
+    for module in (backends, base, examine):
         monkeypatch.setattr(module, "BACKENDS", known)
 
 
