@@ -216,11 +216,11 @@ from lantern_hpu.backends import BACKENDS, Device
 BACKENDS.clear()
 BACKENDS["fake"] = Device("fake_device:Fake")
 from lantern_hpu.commands import doctor
+assert "torch" not in sys.modules  # which loads the plugin, after the flags are set
 sys.exit(doctor.main(sys.argv[1:]))
 """
 DEVICE = """
-import os, sys
-assert "torch" not in sys.modules
+import os
 SEEN = os.environ["PT_HPU_LAZY_MODE"]
 class Fake:
     dtypes = graph_modes = {}

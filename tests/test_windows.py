@@ -315,7 +315,7 @@ def test_tune_measures_widths_and_saves_the_fastest(
     given = ["--model", str(model), "--device", "cpu", "--method", "scd", "--num-images", "2"]
     assert tune.main([*given, "--report", str(report)]) == 0
     rows = json.loads(report.read_text())["rows"]
-    assert [row["tree"] for row in rows] == ["ar", "scd:2", "scd:5", "scd:8"]
+    assert [row["tree"] for row in rows] == ["root", "scd:2", "scd:5", "scd:8"]
     assert rows[0]["measured"]["tokens_per_step"] == 1 < rows[3]["measured"]["tokens_per_step"]
     assert "times as fast" in capsys.readouterr().out
     pipeline = LanternPipeline.from_pretrained(str(model), device="cpu")
