@@ -491,8 +491,8 @@ def test_a_value_that_is_no_text_has_no_nearest_name() -> None:
         ("generate --prompt x --method egle", "eagle"),
         ("generate --prompt x --relax lamda-5", "lambda-5"),
         ("generate --prompt x --overwrite", "--force"),
-        ("plan llamagen-t2i-521", "llamagen-t2i-512"),
-        ("convert builtin out --dtype float", "float32"),
+        ("models plan llamagen-t2i-521", "llamagen-t2i-512"),
+        ("models convert builtin out --dtype float", "float32"),
     ],
 )
 def test_the_nearest_name_is_offered_first(

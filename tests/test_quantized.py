@@ -201,7 +201,14 @@ def test_numbers_that_rounding_does_not_give_are_refused(
 def test_a_format_that_a_small_folder_cannot_have_is_refused(model: Path, tmp_path: Path) -> None:
     """Its matrices would stay as they are."""
     write_converted(str(model), tmp_path / "small", "auto", quantize="int8")
-    command = ["convert", str(tmp_path / "small"), str(tmp_path / "again"), "--dtype", "bfloat16"]
+    command = [
+        "models",
+        "convert",
+        str(tmp_path / "small"),
+        str(tmp_path / "again"),
+        "--dtype",
+        "bfloat16",
+    ]
     assert cli.main(command) == 2 and not (tmp_path / "again").exists()
     assert cli.main([*command[:-1], "auto"]) == 0
 

@@ -215,7 +215,7 @@ def test_a_card_is_measured_by_one_command(
     data, output = tmp_path / "data", tmp_path / "results"
     asked = ["--name", "h", "--data-dir", str(data), "--output", str(output)]
     assert card.main(asked) == 0
-    (widen, *widened), *benches = ran
+    (_, widen, *widened), *benches = ran
     assert widen == "stretch" and stretch.make_parser().parse_args(widened).to == "llamagen-xl"
     one, several = (bench_request(make_parser().parse_args(given[1:])) for given in benches)
     assert one.batches == [1] and several.batches == [1, 8] and one.settings == several.settings
