@@ -160,9 +160,11 @@ def percentiles(name: str, values: Sequence[float]) -> dict[str, float]:
 
 def speed_of(meter: Meter, rates: Rates, startup_s: float) -> dict[str, Any]:
     """Figures of `rows.SPEED` of the batches that a meter drew; importing and loading took `startup_s` seconds."""
-    engine, memory = meter.engine, meter.pipeline.backend.memory()
+    engine = meter.engine
+    memory = meter.pipeline.backend.memory()
     counted = engine.report()  # without the steps that are taken for their parts
-    reads, images = counted.host_reads - meter.before.host_reads, len(records_of(meter))
+    reads = counted.host_reads - meter.before.host_reads
+    images = len(records_of(meter))
     figures = image_figures(meter) | acceptance(meter) | step_figures(meter, rates)
     stats = engine.report()
     return figures | {
@@ -183,7 +185,9 @@ def records_of(meter: Meter) -> list[Any]:
 
 
 def image_figures(meter: Meter) -> dict[str, Any]:
-    batches, images, size = meter.batches, len(records_of(meter)), meter.case.batch
+    batches = meter.batches
+    images = len(records_of(meter))
+    size = meter.case.batch
     seconds = [batch.seconds for batch in batches]
     return {
         "images": images,
@@ -200,7 +204,8 @@ def image_figures(meter: Meter) -> dict[str, Any]:
 
 def acceptance(meter: Meter) -> dict[str, Any]:
     records = records_of(meter)
-    images, steps = len(records), sum(record.steps for record in records)
+    images = len(records)
+    steps = sum(record.steps for record in records)
     by_depth = zip(*(record.accepted_by_depth for record in records), strict=True)
     accepted = [sum(counts) for counts in by_depth]
     return {
@@ -219,11 +224,14 @@ def acceptance(meter: Meter) -> dict[str, Any]:
 
 def step_figures(meter: Meter, rates: Rates) -> dict[str, Any]:
     """Times of steps, their parts, and the least that they can take."""
-    engine, requests, pipeline = meter.engine, meter.batch_of(0), meter.pipeline
+    engine = meter.engine
+    requests = meter.batch_of(0)
+    pipeline = meter.pipeline
     blocks = [block for batch in meter.batches for block in batch.blocks]
     # Of each step; all of a block alike
     each = [1000 * seconds / steps for seconds, steps in blocks for _ in range(steps)]
-    prefix, mean = pipeline.prefix(engine, requests), sum(each) / len(each)
+    prefix = pipeline.prefix(engine, requests)
+    mean = sum(each) / len(each)
     most = metering.BRIEF_STEPS if meter.is_long else metering.SPLIT_STEPS
     alone = step_alone(engine, prefix, requests, most)
     parts = split_step(engine, prefix, requests, most)
@@ -249,7 +257,8 @@ def step_figures(meter: Meter, rates: Rates) -> dict[str, Any]:
 
 
 def about(pipeline: LanternPipeline, wanted: BenchRequest) -> dict[str, Any]:
-    model, processor = pipeline.model, processor_name()
+    model = pipeline.model
+    processor = processor_name()
     digests = [digest for name, digest in model.files.items() if "drafter" in name]
     modules = [model.target, *([model.drafter] if model.drafter else [])]
     guidance = model.sampling.cfg_scale != 1

@@ -56,11 +56,14 @@ class TimedBatch:
     @property
     def blocks(self) -> list[tuple[float, int]]:
         """Seconds and steps between host reads. Steps under way belong to the block that is read with them."""
-        found, seconds, steps = list[tuple[float, int]](), 0.0, 0
+        found = list[tuple[float, int]]()
+        seconds = 0.0
+        steps = 0
         for _, _, spent, taken in self.reads:
             if taken > steps:
                 found.append((spent - seconds, taken - steps))
-                seconds, steps = spent, taken
+                seconds = spent
+                steps = taken
         return found
 
     @property
@@ -75,7 +78,8 @@ def usual_requests(
     """Whole batches of at least so many images of the prompts, in turn; of the usual ones without any."""
     texts = prompts or usual_prompts(pipeline.model.condition.takes_classes)
     count = -(-images // case.batch) * case.batch
-    rule, sampling = case.setting.relaxation, pipeline.model.sampling
+    rule = case.setting.relaxation
+    sampling = pipeline.model.sampling
     return in_turn(texts, range(count), seed, sampling, rule)
 
 
@@ -96,7 +100,10 @@ class Meter:
             warm_steps: that are taken after the capture, of the first batch; None: as bench does.
         """
         began = time.perf_counter()
-        self.pipeline, self.case, self.requests, self.show = pipeline, case, requests, show
+        self.pipeline = pipeline
+        self.case = case
+        self.requests = requests
+        self.show = show
         self.batches: list[TimedBatch] = []
         self.spec = pipeline.spec(requests, case.setting.tree, case.batch)
         self.is_long = has_long_steps(pipeline)
@@ -120,8 +127,10 @@ class Meter:
 
     def run(self, requests: Sequence[Request], most: int | None = None) -> TimedBatch:
         """The tokens of a batch, or of at most `most` steps of it."""
-        engine, batch = self.engine, TimedBatch()
-        began, stats = time.perf_counter(), batch.stats
+        engine = self.engine
+        batch = TimedBatch()
+        began = time.perf_counter()
+        stats = batch.stats
 
         def read(event: Event) -> None:
             now = time.perf_counter() - began
@@ -205,7 +214,8 @@ def split_step(
     the whole: random numbers, reads, and Python between the parts.
     """
     waiting = partial(device_time, engine.backend)
-    ends, seconds = [waiting()], []
+    ends = [waiting()]
+    seconds = []
     for step in islice(engine.trace(prefix, requests, waiting), UNTIMED + most):
         seconds.append(step.seconds)
         ends.append(waiting())
@@ -242,10 +252,12 @@ def copy_bandwidth(backend: Backend) -> float:
 @torch.no_grad()
 def matrix_rate(backend: Backend, dtype: torch.dtype) -> float:
     """Operations a second of a square matrix product; the size grows until a product takes long enough."""
-    size, best = 256, 0.0
+    size = 256
+    best = 0.0
     while True:
         left = torch.ones(size, size, dtype=dtype, device=backend.device)
-        right, product = torch.ones_like(left), torch.empty_like(left)
+        right = torch.ones_like(left)
+        product = torch.empty_like(left)
 
         def multiply(a: Tensor = left, b: Tensor = right, out: Tensor = product) -> Tensor:
             return torch.mm(a, b, out=out)

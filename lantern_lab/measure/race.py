@@ -90,7 +90,8 @@ def runs_of(meters: Sequence[Meter]) -> list[Run]:
     result = []
     for meter, batch in zip(meters, fastest, strict=True):
         setting, (record,) = meter.case.setting, batch.records
-        step, doubt = batch.stats.ms_per_step, ""
+        step = batch.stats.ms_per_step
+        doubt = ""
         if ar is not None and batch is not ar:
             doubt = doubtful_step(setting.tree.size, step, ar.stats.ms_per_step)
         figures = {
@@ -135,7 +136,9 @@ def cost(tv: float | None) -> str:
 def frame(runs: Sequence[Run], seconds: float) -> Image.Image:
     """What is known of each picture at a time; of finished ones with what they gained and cost."""
     page = Image.new("RGB", (len(runs) * (SIDE + GAP) + GAP, SIDE + HEAD + GAP), "white")
-    pen, font, small = ImageDraw.Draw(page), ImageFont.load_default(17), ImageFont.load_default(13)
+    pen = ImageDraw.Draw(page)
+    font = ImageFont.load_default(17)
+    small = ImageFont.load_default(13)
     for index, run in enumerate(runs):
         row = run.row.figures
         left = GAP + index * (SIDE + GAP)
@@ -161,11 +164,13 @@ def fitting(text: str, width: int) -> Any:
 def partly(run: Run, known: int) -> Image.Image:
     """The picture with what is not known yet in grey: whole rows of tokens, and the part of one."""
     picture = run.batch.pictures[0].resize((SIDE, SIDE), Image.Resampling.LANCZOS)
-    rows, columns = run.tokens // run.columns, run.columns
+    rows = run.tokens // run.columns
+    columns = run.columns
     row, column = divmod(known, columns)
     pen = ImageDraw.Draw(picture)
     if known < run.tokens:
-        top, under = row * SIDE // rows, (row + 1) * SIDE // rows
+        top = row * SIDE // rows
+        under = (row + 1) * SIDE // rows
         pen.rectangle((column * SIDE // columns, top, SIDE, under), GREY)
         pen.rectangle((0, under, SIDE, SIDE), GREY)
     return picture

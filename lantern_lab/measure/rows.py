@@ -231,7 +231,8 @@ def split_table(rows: Iterable[Row]) -> str:
 
 def reference_line(report: Mapping[str, Any]) -> str:
     """The model, and the device's measured rates."""
-    rates, dtype = report["rates"], report["dtype"]
+    rates = report["rates"]
+    dtype = report["dtype"]
     said = [f"copies {rates['copy_bytes_per_s'] / 1e9:.3g} GB/s (read and written)"]
     matrices = {"bfloat16": rates["bf16_operations_per_s"], dtype: rates["operations_per_s"]}
     said += [f"{name} matrices {v / 1e12:.3g} TFLOP/s" for name, v in matrices.items() if v]

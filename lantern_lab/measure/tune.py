@@ -83,7 +83,8 @@ class Tuning:
 
     def verdict(self) -> str:
         best = self.rows[self.best]
-        name, gain = shown(best), f"{self.times_ar(best):.2f} times as fast"
+        name = shown(best)
+        gain = f"{self.times_ar(best):.2f} times as fast"
         if self.ar_wins:
             return f"ar wins: the fastest of the others, {name}, draws {gain}"
         return f"{name} draws {gain} as ar"
@@ -117,7 +118,8 @@ def candidates(pipeline: LanternPipeline, setting: Setting) -> list[DraftTree]:
 
 def tune(pipeline: LanternPipeline, options: TuneOptions, prompts: Sequence[str] = ()) -> Tuning:
     """Draw whole batches of the prompts, or of the usual ones, with `ar` and each candidate, in turns."""
-    asked, size = pipeline.resolve(options.setting), options.batch_size
+    asked = pipeline.resolve(options.setting)
+    size = options.batch_size
     trees = [DraftTree.root_only(), *candidates(pipeline, options.setting)]
     settings = [Resolved("ar"), *(replace(asked, tree=tree) for tree in trees[1:])]
     turns = -(-options.images // size)
@@ -134,7 +136,8 @@ def tune(pipeline: LanternPipeline, options: TuneOptions, prompts: Sequence[str]
 
 def tuning_of(meters: Sequence[Meter], trees: Sequence[DraftTree]) -> Tuning:
     """Rows by the median of a tree's batches."""
-    result, spread = list[Row](), 1.0
+    result = list[Row]()
+    spread = 1.0
     for meter in meters:
         batches = meter.batches
         each = [batch.stats.ms_per_step for batch in batches]

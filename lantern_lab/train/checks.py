@@ -69,7 +69,8 @@ def check_wiring(pipeline: LanternPipeline, prompt: str, seed: int = 0) -> str:
     """
     chain = DraftTree.from_paths("chain", [[0] * length for length in range(1, DEPTH + 1)])
     requests = [Request(prompt, seed, pipeline.model.sampling)]
-    echo, tokens = Echo(pipeline.model.target), pipeline.model.target.config.tokens
+    echo = Echo(pipeline.model.target)
+    tokens = pipeline.model.target.config.tokens
     engine = pipeline.engines.make(pipeline.spec(requests, chain, 1, echo), "eager", echo)
     echo.state = engine.state
     pipeline.warm_up(engine, requests[0])
@@ -88,7 +89,9 @@ def profile(engine: Engine, encode: Encode, requests: Sequence[Request]) -> dict
     Returns `tried` [D], walks that reached a node with children at each depth; `accepted` [D][C], how often the child
     of each rank was accepted there; `by_depth` [D], the share accepted.
     """
-    tree, size, total = engine.spec.tree, engine.spec.images, engine.target.config.tokens
+    tree = engine.spec.tree
+    size = engine.spec.images
+    total = engine.target.config.tokens
     assert isinstance(tree, DraftTree)
     tried = np.zeros(tree.depth, np.int64)
     accepted = np.zeros((tree.depth, tree.max_children), np.int64)
