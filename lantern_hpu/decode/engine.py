@@ -272,8 +272,6 @@ class Engine:
         rows = self.state.tokens.unflatten(0, (self.spec.images, -1))
         return rows[:, : self.target.config.tokens]
 
-    # -- looking inside
-
     @torch.no_grad()
     def trace(
         self, prefix: Prefix, requests: Sequence[Request], clock: Callable[[], float] | None = None
