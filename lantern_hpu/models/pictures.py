@@ -141,9 +141,8 @@ class VisionTower(nn.Module):
         """
         table: Tensor = self.embeddings["position_embedding"].weight  # type: ignore[assignment]
         patches = self.patch_embed["proj"](pixels.to(table.dtype))[0]  # [C, h, w]
-        down = (rows @ table.float().unflatten(0, (self.side, -1)).flatten(1)).unflatten(
-            1, (self.side, -1)
-        )  # [h, side, C]
+        square = table.float().unflatten(0, (self.side, -1))  # [side, side, C]
+        down = (rows @ square.flatten(1)).unflatten(1, (self.side, -1))  # [h, side, C]
         places = (columns @ down).to(table.dtype)  # [h, w, C]
         x = (patches.permute(1, 2, 0) + places).flatten(0, 1)[None]  # [1, h w, C]
         for block in self.blocks:

@@ -288,7 +288,8 @@ class Family:
         """The target's tensors, and those of a whole image tokenizer."""
         target, tokenizer = checkpoint, None
         if self.tokenizer:
-            inside = checkpoint.under(self.tokenizer)
+            inside = checkpoint.only(lambda name: name.startswith(self.tokenizer))
+            inside = inside.within(self.tokenizer)
             tokenizer = inside if "decoder.conv_in.weight" in inside else None
             target = target.only(lambda name: not name.startswith(self.tokenizer))
         if self.reads:

@@ -90,10 +90,6 @@ class Checkpoint:
 
         return self.renamed(change)
 
-    def under(self, prefix: str) -> Checkpoint:
-        """Only the tensors whose names begin with a prefix, without it."""
-        return self.only(lambda name: name.startswith(prefix)).within(prefix)
-
     def with_tensor(self, name: str, tensor: Tensor | str) -> Checkpoint:
         """With one more tensor, or with one of its own under one more name."""
         shape = self.shapes[tensor] if isinstance(tensor, str) else tuple(tensor.shape)

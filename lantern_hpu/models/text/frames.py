@@ -101,12 +101,9 @@ class FrameConfig:
     filler: str = ""
     last: int = 0
     order: TokenOrder | None = None  # of the target's table, where that holds the words too
-    control: Mapping[str, int | None] = field(
-        default_factory=dict
-    )  # its tokens that no prompt has; None: of any id
-    checked: Callable[[int], Mapping[str, int]] = (
-        lambda codes: {}
-    )  # other tokens that must have these ids
+    # Tokens that no prompt has, by name, None: of any id; and others that must have these ids, by the number of codes
+    control: Mapping[str, int | None] = field(default_factory=dict)
+    checked: Callable[[int], Mapping[str, int]] = lambda codes: {}
     text_tokens: int = 0  # how many tokens are text, where all others are control tokens
     pad: int = 0  # in front of prompts shorter than the prefix; nothing attends to it
     tokenizer: str = ""  # of which other model it is, where the family's files hold none
@@ -114,9 +111,8 @@ class FrameConfig:
     pixels: int = 0  # along a code, where a prompt has the picture's size in pixels
     closes: int | None = None  # what follows a picture, where its hidden state is of use
     source: SourceFrame | None = None
-    least_scale: float = (
-        0.0  # of the authors' guidance, where that falls to it as a picture is drawn
-    )
+    # Of the authors' guidance, where that falls to it as a picture is drawn
+    least_scale: float = 0.0
 
     @property
     def takes_negative(self) -> bool:

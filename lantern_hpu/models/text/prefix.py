@@ -250,9 +250,8 @@ class CaptionConditioner(Conditioner):
 
     def rows(self, requests: Sequence[Request], guidance: bool) -> Prefix:
         """The unconditional rows use the caption's mask, as LlamaGen's sampler does."""
-        features, valid = self.text.encode(
-            [request.prompt for request in requests]
-        )  # [B, P, C], [B, P]
+        prompts = [request.prompt for request in requests]
+        features, valid = self.text.encode(prompts)  # [B, P, C], [B, P]
         uncond = self.projection.uncond
         features = features.to(uncond.dtype)
         if guidance:

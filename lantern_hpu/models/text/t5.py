@@ -27,9 +27,8 @@ from lantern_hpu.ops.buffers import ToDevice, to_device
 
 CACHED = 1024  # prompts whose features stay on the host, at most 0.5 GB for flan-t5-xl
 TAGS = 32  # a caption with more is not markup, and the parser's time grows with their square
-LONG_RUN = re.compile(
-    r"(\S{256})(?=\S)|(\s{64})\s+"
-)  # the time of some rules grows with its length
+# The time of some rules grows with its length
+LONG_RUN = re.compile(r"(\S{256})(?=\S)|(\s{64})\s+")
 HINT = "download all files of google/flan-t5-xl into one folder"
 TOKENIZERS = ("tokenizer.json", "spiece.model")
 
