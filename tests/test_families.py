@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,13 +16,10 @@ from safetensors.torch import load_file
 from lantern_hpu import cli
 from lantern_hpu.commands import convert, generate, pixels, serve
 from lantern_hpu.core import Request
-from lantern_hpu.models.families.glm_image import GLM_IMAGE
-from lantern_hpu.models.families.llama import MAMMOTHMODA2
 from lantern_hpu.models.files.checkpoint import Stored
 from lantern_hpu.models.files.load import open_model
 from lantern_hpu.models.files.names import PartOverrides
 from lantern_hpu.models.model import ImageModel, Placement
-from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.zoo.find import find_parts
 from lantern_hpu.zoo.registry import entries
 from tests.marks import mostly_slow
@@ -284,54 +280,6 @@ def test_it_draws_one_token_a_step_and_by_windows(
     if name == MAMMOTH:
         states = load_file("x.safetensors")["0.hidden_states"]
         assert bool(states.isfinite().all()) and states.shape[1] == config.dim
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "sizes", "size"),
-    [
-        (MAMMOTH, {"grid": (3, 4)}, (96, 128)),
-        # A few codes behind the preview
-        (GLM, {"grid": (2, 3), "prefix": 64, "prefixes": ()}, (96, 64)),
-    ],
-)
-def test_a_drafter_is_trained_and_drafts(
-    public: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    sizes: dict[str, Any],
-    size: tuple[int, int],
-) -> None:
-    """For a target without published drafter, in another size; exact drafting leaves greedy pictures as they are."""
-    folder = str(there(public, name))
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("\n".join(f"{a} {b}" for a in ("red", "blue", "old") for b in "abcd"))
-    family = GLM_IMAGE if name == GLM else MAMMOTHMODA2
-    with monkeypatch.context() as patch:
-        for key, value in sizes.items():
-            patch.setitem(family.sizes, key, value)
-        options = "--steps 6 --samples 8 --batch 4 --measure-every 3 --measured 2 --lr 0.01"
-        where = ["--data", str(prompts), "--output", str(tmp_path / "drafter")]
-        device = ["--model", folder, "--device", "cpu", "--dtype", "float32"]
-        assert cli.main(["train", "drafter", *where, *device, *options.split()]) == 0
-    drafter = str(tmp_path / "drafter")
-    pipeline = LanternPipeline.from_pretrained(
-        folder, device="cpu", dtype="float32", drafter=drafter, pictures=False
-    )
-    drafted, plain = (
-        pipeline(
-            "red a",
-            method=method,
-            temperature=0.0,
-            height=size[0],
-            width=size[1],
-            output_type="tokens",
-        )
-        for method in ("eagle", "ar")
-    )
-    assert np.array_equal(drafted.tokens, plain.tokens)
-    assert drafted.records[0].steps < plain.records[0].steps
 
 
 def test_an_image_tokenizer_without_its_codes_is_refused(
