@@ -8,7 +8,7 @@ import importlib.metadata
 import inspect
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
@@ -21,13 +21,15 @@ T = TypeVar("T")
 # Arguments of diffusers and transformers, by what they are called here
 RENAMED = {
     "cfg_scale": "guidance_scale",
-    "num_inference_steps": "window= or tree=; the number of steps follows from them",
+    "num_inference_steps": "method=; the number of steps follows from its window or tree",
     "use_safetensors": "leave it out: safetensors are preferred, and pickles are read without running code",
     "trust_remote_code": "leave it out: no code of a checkpoint is run",
     "device_map": "device=",
     "variant": "dtype=",
     "scheduler": "method=, such as 'eagle' or 'scd@16'",
 }
+# Parts of a setting that had arguments of their own, by the mark in front of them in `method`
+PARTS = {"relax": ":", "tree": "@", "window": "@"}
 # Arguments of Python that have another name than elsewhere
 PYTHON_NAMES = {"cfg_scale": "guidance_scale", "num_images": "num_images_per_prompt"}
 
@@ -154,16 +156,6 @@ class LanternError(Exception):
         return self.text(as_keyword)
 
 
-@contextmanager
-def naming(field: str) -> Iterator[None]:
-    """An error within is of this argument, if it names none."""
-    try:
-        yield
-    except LanternError as error:
-        error.field = error.field or field
-        raise
-
-
 class OptionError(LanternError):
     """An option, prompt or setting is out of range or contradicts another one."""
 
@@ -270,6 +262,18 @@ def choices(names: Iterable[str], asked: object = "") -> str:
     return f"{close[0]}, or {allowed}" if close else allowed
 
 
+def part_of_setting(given: Mapping[str, Any]) -> OptionError | None:
+    """Why parts of a setting cannot be given by names of their own, with the form that holds them; None without any."""
+    parts = {name: str(given[name])[:200] for name in PARTS if given.get(name) is not None}
+    if not parts:
+        return None
+    method = given.get("method") or ("scd" if "window" in parts else "auto")
+    form = str(method) + "".join(f"{PARTS[name]}{text}" for name, text in parts.items())
+    name, text = next(iter(parts.items()))
+    what = words(Arg(name, text), "is a part of", Arg("method"))
+    return OptionError(what, "a setting has one written form", Arg("method", form), name)
+
+
 def nearest_keyword(function: Callable[P, T]) -> Callable[P, T]:
     """A function of the Python API: unknown keyword arguments are refused with the name that was probably meant."""
     parameters = inspect.signature(function).parameters
@@ -283,6 +287,8 @@ def nearest_keyword(function: Callable[P, T]) -> Callable[P, T]:
             raise OptionError(what, hint=" or ".join(f"{name}=..." for name in known[1:4]))
         for name in kwargs:
             if name not in known:
+                if name in PARTS and (error := part_of_setting(kwargs)):
+                    raise error
                 close = difflib.get_close_matches(name, known, 1, 0.5) or [", ".join(known)]
                 what = f"{function.__name__}() has no argument {name!r}"
                 raise OptionError(what, hint=RENAMED.get(name, close[0]))

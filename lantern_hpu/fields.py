@@ -206,31 +206,9 @@ class ImageParams(TypedDict, total=False):
         ),
     ]
     method: Annotated[
-        str,
+        "str | Any",  # or a `methods.setting.Setting`
         Param(
             str, "decoding method, or a setting METHOD[:RELAXATION][@TREE]", "auto", group=METHOD
-        ),
-    ]
-    tree: Annotated[
-        "str | Any | None",  # or a `tree.Tree`
-        Param(str, "draft tree: a name, a .json file, or auto for the tuned one", group=METHOD),
-    ]
-    window: Annotated[
-        "str | int | None",
-        Param(
-            str | int,
-            "drafts per step of a window method: 16, 16:commit=4",
-            metavar="W",
-            group=METHOD,
-        ),
-    ]
-    relax: Annotated[
-        "str | Any | None",  # or a `methods.relaxation.Relaxation`
-        Param(
-            str,
-            "relaxation: a published one such as lambda-5, or values such as tv=0.1:budget=10",
-            metavar="TEXT",
-            group=METHOD,
         ),
     ]
     guidance_scale: Annotated[

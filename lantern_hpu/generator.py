@@ -82,7 +82,7 @@ class ImageGenerator:
         Raises:
             OptionError: it cannot be read, or no tree was tuned for `auto`.
         """
-        asked = Setting.of(setting) if isinstance(setting, str) else setting
+        asked = setting if isinstance(setting, Setting) else Setting.parse(setting)
         device, known = self.backend.name, self.model.fastest
         return resolve(
             asked,

@@ -38,10 +38,7 @@ from lantern_hpu.files import write_file
 from lantern_hpu.generator import ImageGenerator
 from lantern_hpu.loading import Check, device_name, load_model, write_folder
 from lantern_hpu.methods.request import per_prompt, prompts_of, seeds_of
-from lantern_hpu.methods.setting import (
-    AUTO,
-    setting_of,
-)
+from lantern_hpu.methods.setting import AUTO
 from lantern_hpu.models.files.names import PartOverrides
 from lantern_hpu.models.pictures import DiffusionPixels
 from lantern_hpu.models.text.frames import check_sources
@@ -281,7 +278,9 @@ class LanternPipeline(ImageGenerator):
             f"at most {MAX_IMAGES}",
         )
         sampling = replace(self.model.sampling, **only(Sampling, asked))
-        setting = self.resolve(setting_of(asked), batch_size_for(count, asked.get("batch_size")))
+        setting = self.resolve(
+            asked.get("method", AUTO), batch_size_for(count, asked.get("batch_size"))
+        )
         size = size_of(asked.get("height"), asked.get("width"))
         sources = sources_of(image, len(prompts))
         check_sources(self.model.config, self.model.name, len(sources[0]))

@@ -37,9 +37,11 @@ SENSELESS: list[tuple[bytes, dict[str, str]]] = [
 ]
 # Values at the ends of their ranges and past them; a server allows few of them
 EXTREMES: dict[str, tuple[Any, ...]] = {
-    "relax": ("lambda=1:k=2147483648", "lambda=1000000000:k=1000000000", "k=" + "9" * 5000),
-    "tree": ("scd:2:commit=:x", "dynamic:64x16x4200", "x" * 5000),
-    "window": (0, 2**63, "9" * 5000, "2:64x1"),
+    "method": (
+        *("scd:lambda=1:k=2147483648", "scd:lambda=1000000000:k=1000000000", "scd:k=" + "9" * 5000),
+        *("scd@2:commit=:x", "eagle2@dynamic:64x16x4200", "eagle@" + "x" * 5000),
+        *("scd@0", "scd@" + "9" * 5000, "sjd-pac@2:64x1"),
+    ),
     "top_k": (0, 1, 2**31, 10**30),
     "top_p": (1e-46, 5e-324, 0, 1),
     "temperature": (5e-324, 0.01, 10, 1e308),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,12 @@ import pytest
 import torch
 
 from lantern_hpu.backends.base import Backend, get_backend
-from lantern_hpu.commands import options
 from lantern_hpu.core import Request
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.decode.requirements import Rates
 from lantern_hpu.errors import DeviceError, OptionError
 from lantern_hpu.methods import tuned_trees
-from lantern_hpu.methods.relaxation import PRESETS
-from lantern_hpu.methods.setting import METHODS, Setting, with_short_forms
+from lantern_hpu.methods.setting import Setting
 from lantern_hpu.models.config import ConditionConfig, DrafterConfig, ModelConfig, TransformerConfig
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.progress import ProgressBar
@@ -57,7 +55,7 @@ def few_steps() -> Iterator[None]:
 def report(model: Path) -> Report:
     """{ar, eagle2} x {eager, strict}; three images in batches of two are four."""
     file = model.parent / "bench.json"
-    what = ["--method", "ar,eagle2", "--tree", "dynamic:2x1x4"]
+    what = ["--method", "ar,eagle2@dynamic:2x1x4"]
     how = [
         "--graphs",
         "eager,auto,strict",
@@ -75,17 +73,15 @@ def rows_of(report: Report, **wanted: object) -> list[dict[str, Any]]:
     return [row for row in report["rows"] if all(row[k] == v for k, v in wanted.items())]
 
 
-def settings_for(
-    texts: Sequence[str], trees: Sequence[str] = (), relax: str | None = None
-) -> list[Setting]:
-    return with_short_forms([Setting.parse(text) for text in texts], relax, trees)
+def parsed(*texts: str) -> list[Setting]:
+    return [Setting.parse(text) for text in texts]
 
 
 def case_of(
     pipeline: LanternPipeline, method: str, tree: str | None = None, mode: str = "eager"
 ) -> tuple[Case, list[Request]]:
     """One image in a batch of one."""
-    chosen = pipeline.resolve(Setting.of(method, tree=tree))
+    chosen = pipeline.resolve(f"{method}@{tree}" if tree else method)
     requests = [Request("red cat", 0, pipeline.model.sampling, chosen.relaxation)]
     return Case(chosen, mode, 1), requests
 
@@ -235,7 +231,7 @@ def test_a_recorded_mode_keeps_its_first_engine_until_its_rows_are_done(
 
     monkeypatch.setattr(run_bench, "open_meter", measured)
     wanted = BenchRequest(
-        settings=settings_for(["ar", "eagle", "lantern++"], ["chain"]),
+        settings=parsed("ar", "eagle@chain", "lantern++@chain"),
         modes=[],
         batches=[1, 2],
         images=1,
@@ -270,7 +266,7 @@ def test_rows_that_take_turns_draw_what_they_draw_alone(
         bars.append(ProgressBar(*given))
         return bars[-1]
 
-    settings = settings_for(["ar", "lantern++", "eagle"], ["chain"])
+    settings = parsed("ar", "lantern++@chain", "eagle@chain")
     wanted = BenchRequest(settings=settings, modes=[], batches=[1], images=3)
     cases = cases_of(pipeline, wanted, ["eager"])
     alone, _ = run_bench.measure_all(pipeline, wanted, cases, RATES, 0.0)
@@ -299,7 +295,7 @@ def test_turns_are_taken_within_a_batch_size(
         whole(meter, pixels)
 
     monkeypatch.setattr(Meter, "draw", draw)
-    settings = settings_for(["ar", "scd@2"])
+    settings = parsed("ar", "scd@2")
     wanted = BenchRequest(settings=settings, modes=[], batches=[1, 2], images=2, interleave=True)
     cases = cases_of(pipeline, wanted, ["eager"])
     run_bench.measure_all(pipeline, wanted, cases, RATES, 0.0)
@@ -307,20 +303,6 @@ def test_turns_are_taken_within_a_batch_size(
 
 
 # ------------------------------------------------------------------------------------ options
-
-
-def test_each_method_gets_the_trees_of_its_kind() -> None:
-    settings = [str(setting) for setting in settings_for(list(METHODS), ["chain", "mc_sim_7b_63"])]
-    assert settings[:3] == ["ar", "eagle@chain", "eagle@mc_sim_7b_63"]
-    assert "eagle2" in settings and "lantern++@mc_sim_7b_63" in settings
-    texts = ["eagle@flat_4", "lantern++"]
-    assert [*map(str, settings_for(texts, ["chain"]))] == ["eagle@flat_4", "lantern++@chain"]
-    words = ["--method", "ar,eagle,scd:lambda-5", "--tree", "chain,flat_4", "--window", "4,8"]
-    given = bench.make_parser().parse_args(words)
-    assert [*map(str, options.settings_of(given))] == [
-        *("ar", "eagle@chain", "eagle@flat_4"),
-        *("scd:lambda-5@4", "scd:lambda-5@8"),
-    ]
 
 
 def test_compiled_modes_get_a_layout_that_they_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,9 +320,7 @@ def test_what_is_measured_of_a_large_model_fits_its_methods() -> None:
 
     usual = settings()
     assert {"eagle@chain_2", "eagle2@dynamic:1x0x1", "scd@8"} < set(usual) and len(usual) == 13
-    assert settings("--method", "ar,scd") == ["ar", *(f"scd@{width}" for width in (2, 5, 8))]
-    assert settings("--method", "ar,eagle2") == ["ar", "eagle2@dynamic:1x0x1"]
-    assert settings("--method", "eagle", "--tree", "chain") == ["eagle@chain"]
+    assert settings("--method", "ar,eagle@chain") == ["ar", "eagle@chain"]
     plain = bench.bench_request(bench.make_parser().parse_args([]))
     assert (plain.images, plain.batches, len(plain.settings)) == (8, [1, 8], 8)
 
@@ -350,23 +330,15 @@ def test_a_large_model_on_a_processor_is_measured_briefly(
 ) -> None:
     monkeypatch.setattr(measuring, "LARGE_PARAMETERS", 1000)
     file = tmp_path / "large.json"
-    what = ["--model", str(model), "--method", "ar,eagle", "--tree", "flat_4", "--graphs", "eager"]
+    what = ["--model", str(model), "--method", "ar,eagle@flat_4", "--graphs", "eager"]
     assert bench.main([*what, "--output", str(file)]) == 0
     report = read_report(file)
     assert [(row["images"], row["tree"]) for row in report["rows"]] == [(1, "root"), (1, "flat_4")]
     assert "steps of the first batch" not in report["settings"]["warm_up"]
 
 
-def test_a_preset_relaxes_every_method_that_takes_one() -> None:
-    methods = ["ar", "eagle", "lantern++", "jacobi", "scd", "sjd-pac:lambda-5"]
-    found = {s.method: s.relaxation for s in settings_for(methods, [], "lambda-20")}
-    assert found["lantern++"] == found["scd"] == PRESETS["lambda-20"]
-    assert found["ar"] is found["eagle"] is found["jacobi"] is None
-    assert found["sjd-pac"] == PRESETS["lambda-5"]
-
-
 def test_a_row_says_what_its_relaxation_cost(pipeline: LanternPipeline) -> None:
-    asked = BenchRequest(settings=settings_for(["scd:tv=0.2@3"], []), modes=[], batches=[1])
+    asked = BenchRequest(settings=parsed("scd:tv=0.2@3"), modes=[], batches=[1])
     (case,) = cases_of(pipeline, asked, ["eager"])
     requests = [Request("red cat", 0, pipeline.model.sampling, case.setting.relaxation)]
     meter = Meter(pipeline, case, requests)
@@ -380,8 +352,7 @@ def test_a_row_says_what_its_relaxation_cost(pipeline: LanternPipeline) -> None:
 def test_tuned_tree_is_measured_in_every_mode(pipeline: LanternPipeline, tmp_path: Path) -> None:
     tree = DraftTree.from_paths("tuned_2", [[0], [0, 0]])
     tuned_trees.save_tree(pipeline.situation("eagle", 2), tuned_trees.TunedTree(tree, 0.9))
-    settings = settings_for(["ar", "eagle"], ["auto", "chain"])
-    assert [*map(str, settings)] == ["ar", "eagle@auto", "eagle@chain"]
+    settings = parsed("ar", "eagle@auto", "eagle@chain")
     wanted = BenchRequest(settings=settings, modes=[], batches=[2])
     cases = cases_of(pipeline, wanted, ["eager", "strict"])
     assert [
@@ -389,8 +360,8 @@ def test_tuned_tree_is_measured_in_every_mode(pipeline: LanternPipeline, tmp_pat
     ] == [(tree, mode) for mode in ("eager", "strict") for tree in ("tuned_2", "chain")]
     other = tmp_path / "chain.json"
     other.write_text('{"name": "chain", "paths": [[0]]}')
-    twice = replace(wanted, settings=settings_for(["eagle"], ["chain", str(other)]))
-    with pytest.raises(OptionError, match="two different ones of the name 'chain'"):
+    twice = replace(wanted, settings=parsed("eagle@chain", f"eagle@{other}"))
+    with pytest.raises(OptionError, match="two different trees have the name 'chain'"):
         cases_of(pipeline, twice, ["eager"])
     tuned_trees.save_tree(
         pipeline.situation("eagle", 2), tuned_trees.TunedTree(load_static("chain"), 1.5)

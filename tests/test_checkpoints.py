@@ -273,7 +273,7 @@ def test_training_sees_what_decoding_sees(public: Path, name: str) -> None:
 def first_tokens(pipeline: LanternPipeline, method: str, count: int) -> list[int]:
     """Greedy tokens of one image, as far as `count`."""
     request = Request("red", 0, Sampling(3.0, 0.0))
-    tree = pipeline.resolve(Setting.of(method, tree="chain" if method != "ar" else None)).tree
+    tree = pipeline.resolve(Setting.parse(method if method == "ar" else f"{method}@chain")).tree
     engine: Engine = pipeline.engines.make(pipeline.spec([request], tree, 1), "eager")
     known = engine.prefill_batch(pipeline.model.condition.rows([request], True), [request])
     number = 1

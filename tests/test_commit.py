@@ -259,7 +259,7 @@ def test_the_window_is_part_of_its_name() -> None:
 def test_the_report_counts_what_is_final(model: Path, tmp_path: Path) -> None:
     first, report = tmp_path / "first.png", tmp_path / "r.json"
     given = ["--model", str(model), "--prompt", "red cat", "--seed", "4", "--output", str(first)]
-    window = ["--method", "scd", "--window", "9:commit=3", "--report", str(report)]
+    window = ["--method", "scd@9:commit=3", "--report", str(report)]
     assert generate.main([*given, *window]) == 0
     record = json.loads(report.read_text())["images"][0]
     assert record["steps"] == 5 and record["tokens_per_step"] == 3

@@ -49,15 +49,15 @@ OUT_OF_RANGE: list[tuple[Callable[..., Any], str, list[float], str, str]] = [
     (Sampling, "temperature", [-0.1, 10.5], "temperature", "0 (greedy), or 0.01 to 10"),
     (Sampling, "top_k", [-1], "top_k", "0 (off) to 1000000000"),
     (Sampling, "top_p", [0.0, 1.1], "top_p", "1e-06 to 1 (off)"),
-    (Multiplicative, "k", [-1], "relax k", "0 (exact) to 1e+09"),
-    (partial(Additive, 1), "bound", [-0.1, 1.5], "relax delta", "0 (exact) to 1"),
-    (partial(Multiplicative, 1), "lam", [0.5, math.nan], "relax lambda", "1 (exact) to 1e+09"),
-    (Annealed, "omega", [-1], "relax omega", "0 to 1000; a weight up to 1 is exact"),
-    (Annealed, "nu", [11], "relax nu", "-10 to 10"),
-    (Annealed, "mu", [math.nan], "relax mu", "-10 to 10"),
-    (Clustered, "distance", [-0.1, math.nan], "relax distance", "0 (exact) to 1e+09"),
-    (Clustered, "ranks", [-1], "relax ranks", "0 (exact) to 1000"),
-    (Clustered, "gap", [1.1], "relax gap", "0 (exact) to 1"),
+    (Multiplicative, "k", [-1], "k", "0 (exact) to 1e+09"),
+    (partial(Additive, 1), "bound", [-0.1, 1.5], "delta", "0 (exact) to 1"),
+    (partial(Multiplicative, 1), "lam", [0.5, math.nan], "lambda", "1 (exact) to 1e+09"),
+    (Annealed, "omega", [-1], "omega", "0 to 1000; a weight up to 1 is exact"),
+    (Annealed, "nu", [11], "nu", "-10 to 10"),
+    (Annealed, "mu", [math.nan], "mu", "-10 to 10"),
+    (Clustered, "distance", [-0.1, math.nan], "distance", "0 (exact) to 1e+09"),
+    (Clustered, "ranks", [-1], "ranks", "0 (exact) to 1000"),
+    (Clustered, "gap", [1.1], "gap", "0 (exact) to 1"),
     (partial(Request, "x"), "seed", [-1, MAX_SEED + 1], "seed", f"0 to {MAX_SEED}"),
 ]
 
@@ -100,17 +100,7 @@ def test_ends_of_every_range_are_allowed() -> None:
 def test_what_is_not_said_is_the_published_default(
     method: str, text: str, meant: Relaxation
 ) -> None:
-    assert Setting.of(method, text) == Setting.parse(f"{method}:{text}")
-    assert Setting.of(method, text).relaxation == meant
-
-
-def test_short_forms_mean_what_a_whole_setting_means() -> None:
-    whole = Setting.parse("scd:tv=0.1:budget=3@16")
-    assert Setting.of("scd:tv=0.1:budget=3", tree="scd:16") == whole
-    assert Setting.of("scd", "tv=0.1:budget=3", window="16") == whole
-    assert Setting.of("sjd-pac", window="2:2x1") == Setting.parse("sjd-pac@2:2x1")
-    assert Setting.of("scd", window=16) == Setting.parse("scd@16")
-    assert Setting.of("scd@16:commit=4") == Setting.of("scd", window="16:commit=4")
+    assert Setting.parse(f"{method}:{text}").relaxation == meant
 
 
 def test_annealed_weights_fall_with_depth() -> None:
@@ -357,12 +347,12 @@ BAD_SETTINGS = {
     "lantern++:kappa=3": "unknown value 'kappa'",
     "lantern++:lambda-6": "unknown relaxation 'lambda-6'",
     "lantern++:lambda=much": "lambda is 'much': a number was expected",
-    "lantern++:lambda=0.5": "relax lambda is 0.5: allowed: 1 (exact) to 1e+09",
+    "lantern++:lambda=0.5": ": lambda is 0.5: allowed: 1 (exact) to 1e+09",
     "lantern++:lambda=2:lambda=3": "lambda is given twice",
     "lantern++:lambda-5:gsd": "lambda-5 and gsd exclude each other",
     "lantern++:lambda=2:delta=0.1": "exclude each other",
     "lantern:omega=2:distance=0.5": "omega and distance exclude each other",
-    **{f"lantern:{rule}:k=3": "relax k is 3" for rule in ("omega=2", "distance=0.5", "gsd")},
+    **{f"lantern:{rule}:k=3": ": k is 3" for rule in ("omega=2", "distance=0.5", "gsd")},
     **{"lantern:ranks=3": "ranks belongs to distance", "lantern:nu=1": "nu belongs to omega"},
     "lantern++:residual=lumina": "unknown residual 'lumina'",
     **{"eagle:lambda-5": "eagle is exact", "jacobi:lambda-5": "jacobi takes no relaxation"},
@@ -371,12 +361,12 @@ BAD_SETTINGS = {
     **{"eagle@16": "unknown tree '16'", "eagle@dynamic": "eagle drafts a static tree"},
     "lantern++@dynamic:4x2x9": "lantern++ drafts a static tree",
     **{f"{name}@chain": f"{name} drafts a dynamic tree" for name in ("eagle2", "lantern")},
-    **{"eagle2@auto": 'tree="auto" does not fit eagle2', "ar@chain": "ar takes no tree"},
+    **{"eagle2@auto": "eagle2@auto cannot be used", "ar@chain": "ar takes no tree"},
     **{"scd@0": "scd takes 1 to 256", "scd@jacobi:4": "scd drafts a window of its own"},
-    **{f"scd:tv={value}": f"relax tv is {value}" for value in ("1.5", "-0.1", "nan")},
-    **{f"scd:tv=0.1:budget={value}": f"relax budget is {value}" for value in ("-1", "inf")},
+    **{f"scd:tv={value}": f": tv is {value}" for value in ("1.5", "-0.1", "nan")},
+    **{f"scd:tv=0.1:budget={value}": f": budget is {value}" for value in ("-1", "inf")},
     **{f"scd:{rule}budget=2": "budget belongs to tv" for rule in ("lambda=5:", "")},
-    **{"scd:tv=0.1:k=3": "relax k is 3", "scd:tv=0.1:lambda=5": "exclude each other"},
+    **{"scd:tv=0.1:k=3": ": k is 3", "scd:tv=0.1:lambda=5": "exclude each other"},
     **{"lantern:tv=0.1": "no tv with a dynamic tree", "ar:tv=0.1": "ar is exact"},
     **{"eagle2:tv=0.1": "eagle2 is exact", "jacobi:tv=0.1": "jacobi takes no relaxation"},
     "sjd-pac@8:x3": "cannot read the window 'sjd-pac:8:x3'",
@@ -391,12 +381,7 @@ def test_bad_settings_get_one_clear_error(text: str, why: str) -> None:
     assert refused.value.what == f"invalid setting {text!r}" and refused.value.hint
 
 
-def test_tree_and_relaxation_beside_a_form_that_has_them_are_refused() -> None:
-    assert Setting.of("eagle", tree="chain") == Setting.parse("eagle@chain")
-    with pytest.raises(OptionError, match="tree exclude each other"):
-        Setting.of("eagle@chain", tree="flat_4")
-    with pytest.raises(OptionError, match="relax exclude each other"):
-        Setting.of("lantern++:lambda-5", EXACT)
+def test_a_tuned_tree_is_known_to_a_loaded_model_alone() -> None:
     with pytest.raises(OptionError, match="known to a loaded model alone"):
         resolve(Setting.parse("eagle@auto"), HERE)
 

@@ -20,65 +20,54 @@ from lantern_hpu.cli import COMMANDS, OF_MODELS, module_of
 from lantern_hpu.commands import generate
 from lantern_hpu.errors import PYTHON_NAMES, Arg, LanternError, OptionError, as_option, words
 from lantern_hpu.fields import IMAGE_PARAMS, MAX_SEED, MOST, ImageParams, given_params
+from lantern_hpu.methods.relaxation import Multiplicative
 from lantern_hpu.serve.decoder import make_served_model
 from lantern_hpu.serve.options import ServeOptions
 from lantern_hpu.serve.protocol import ApiError, ImagesRequest, ServedModel, invalid, read_call
 from scripts.docs.reference_pages import image_parameters
 
-# Values that each argument refuses, with what else is given
-BAD: list[tuple[str, Any, dict[str, Any]]] = [
-    ("negative_prompt", "dog", {}),
-    ("num_images", 0, {}),
-    ("height", 0, {}),
-    ("height", 41, {}),
-    ("width", 7, {}),
-    ("seed", -2, {}),
-    ("seed", 2**63, {}),
-    ("method", "egle", {}),
-    ("method", "lantern++:lambda=0.5", {}),
-    ("tree", "oak", {"method": "lantern++"}),
-    ("tree", "chain_2", {"method": "ar"}),
-    ("tree", "dynamic", {"method": "lantern++"}),
-    ("window", "0", {"method": "scd"}),
-    ("window", "9:3x", {"method": "scd"}),
-    ("window", "9", {"method": "ar"}),
-    ("relax", "lamda-5", {"method": "lantern++"}),
-    ("relax", "tv=9", {"method": "lantern++"}),
-    ("relax", "lambda=2:delta=0.1", {"method": "lantern++"}),
-    ("relax", "gap=0.1", {"method": "lantern++"}),
-    ("relax", "k=99999", {"method": "lantern++"}),
-    ("relax", "lambda-5", {"method": "ar"}),
-    ("relax", "verify=both", {"method": "lantern++"}),
-    *(("relax", "verify=block", {"method": name}) for name in ("ar", "scd", "lantern++")),
-    ("cfg_scale", 0.5, {}),
-    ("cfg_scale", 101.0, {}),
-    ("temperature", 0.001, {}),
-    ("temperature", 50.0, {}),
-    ("top_k", -1, {}),
-    ("top_p", 0.0, {}),
-    ("top_p", 1.5, {}),
-    ("batch_size", 0, {}),
+# Values that each argument refuses
+BAD: list[tuple[str, Any]] = [
+    ("negative_prompt", "dog"),
+    ("num_images", 0),
+    ("height", 0),
+    ("height", 41),
+    ("width", 7),
+    ("seed", -2),
+    ("seed", 2**63),
+    *(("method", text) for text in ("egle", "lantern++@oak", "ar@chain_2", "lantern++@dynamic")),
+    *(("method", text) for text in ("scd@0", "scd@9:3x", "ar:lambda-5", "lantern++:lamda-5")),
+    *(("method", f"lantern++:{text}") for text in ("lambda=0.5", "tv=9", "lambda=2:delta=0.1")),
+    *(("method", f"lantern++:{text}") for text in ("gap=0.1", "k=99999", "verify=both")),
+    *(("method", f"{name}:verify=block") for name in ("ar", "scd", "lantern++")),
+    ("cfg_scale", 0.5),
+    ("cfg_scale", 101.0),
+    ("temperature", 0.001),
+    ("temperature", 50.0),
+    ("top_k", -1),
+    ("top_p", 0.0),
+    ("top_p", 1.5),
+    ("batch_size", 0),
 ]
 ROOT = Path(__file__).parent.parent
 PARTS = ("lantern_hpu", "backends", "graphs", "gaudi_emulator", "lantern_lab")
 OPTION = re.compile(r"--[a-z][a-z-]*")
-each_bad_value = pytest.mark.parametrize(("name", "value", "more"), BAD, ids=str)
+each_bad_value = pytest.mark.parametrize(("name", "value"), BAD, ids=str)
 
 
 def test_every_argument_has_a_bad_value() -> None:
-    assert {name for name, _, _ in BAD} == set(IMAGE_PARAMS)
+    assert {name for name, _ in BAD} == set(IMAGE_PARAMS)
 
 
 @each_bad_value
 def test_a_command_refuses_in_its_options(
     name: str,
     value: Any,
-    more: dict[str, Any],
     model: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    given = {"model": model, "prompt": "cat", "output": tmp_path / "x.png", name: value, **more}
+    given = {"model": model, "prompt": "cat", "output": tmp_path / "x.png", name: value}
     line = [text for key, one in given.items() for text in (as_option(Arg(key)), str(one))]
     assert generate.main(line) == 2
     shown = capsys.readouterr().err
@@ -88,24 +77,36 @@ def test_a_command_refuses_in_its_options(
 
 
 @each_bad_value
-def test_a_call_refuses_in_its_arguments(
-    name: str, value: Any, more: dict[str, Any], pipeline: LanternPipeline
-) -> None:
+def test_a_call_refuses_in_its_arguments(name: str, value: Any, pipeline: LanternPipeline) -> None:
     with pytest.raises(LanternError) as caught:
-        pipeline("cat", **{IMAGE_PARAMS[name].python: value, **more})
+        pipeline("cat", **{IMAGE_PARAMS[name].python: value})
     shown = str(caught.value)
-    assert caught.value.field in (name, *more, "height" if name == "width" else ""), shown
+    assert caught.value.field in (name, "height" if name == "width" else ""), shown
     assert "--" not in shown and not re.search(r"\bcfg_scale|\bnum_images\b", shown), shown
 
 
-@pytest.mark.parametrize("name", ["method", "tree", "relax", "window"])
 @pytest.mark.parametrize("value", [3.5, b"scd", ["scd"]], ids=str)
-def test_a_call_refuses_parts_of_a_setting_of_other_types(
-    name: str, value: Any, pipeline: LanternPipeline
+def test_a_call_refuses_a_setting_of_another_type(value: Any, pipeline: LanternPipeline) -> None:
+    with pytest.raises(OptionError, match="a setting as text") as caught:
+        pipeline("cat", method=value)
+    assert caught.value.field == "method"
+
+
+@pytest.mark.parametrize(
+    ("given", "form"),
+    [
+        ({"window": 8}, 'method="scd@8"'),
+        ({"method": "eagle", "tree": "chain"}, 'method="eagle@chain"'),
+        ({"method": "scd", "relax": "tv=0.1", "window": "8"}, 'method="scd:tv=0.1@8"'),
+        ({"relax": Multiplicative(4, lam=5.0)}, 'method="auto:lambda=5:k=4"'),
+    ],
+)
+def test_a_call_refuses_parts_of_a_setting_with_the_form_that_has_them(
+    given: dict[str, Any], form: str, pipeline: LanternPipeline
 ) -> None:
-    with pytest.raises(OptionError) as caught:
-        pipeline("cat", **{"method": "scd", name: value})
-    assert caught.value.field in (name, "method")
+    with pytest.raises(OptionError, match="is a part of method") as caught:
+        pipeline("cat", **given)
+    assert caught.value.hint == form
 
 
 @pytest.fixture(scope="module")
@@ -125,13 +126,11 @@ def refusal(body: dict[str, Any], served: ServedModel) -> ApiError | None:
 
 
 @each_bad_value
-def test_a_request_refuses_in_its_fields(
-    name: str, value: Any, more: dict[str, Any], served: ServedModel
-) -> None:
+def test_a_request_refuses_in_its_fields(name: str, value: Any, served: ServedModel) -> None:
     field = IMAGE_PARAMS[name].field
     if not field:
         pytest.skip("no field of a request")
-    refused = refusal({"prompt": "cat", field: value, **more}, served)
+    refused = refusal({"prompt": "cat", field: value}, served)
     assert refused is not None and refused.param == field
     assert not OPTION.search(refused.message.partition("where the server has")[0])
 

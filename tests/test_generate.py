@@ -24,7 +24,7 @@ from lantern_hpu.errors import OutputError
 from lantern_hpu.fields import MAX_SEED
 from lantern_hpu.files import write_file
 from lantern_hpu.methods.relaxation import Multiplicative
-from lantern_hpu.methods.setting import METHODS
+from lantern_hpu.methods.setting import METHODS, Setting
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import CAPTION, METADATA, is_cut_off, read_png
 from tests.folder import write_folder
@@ -79,12 +79,12 @@ def test_report_keeps_its_contract(model: Path, tmp_path: Path) -> None:
 
 
 REPLAYS = {
-    "sampling": "--num-images 3 --temperature 0.9 --top-k 12 --relax delta=0.2:k=4",
-    "a tree of the user's own": "--tree mine.json",
+    "sampling": "--num-images 3 --temperature 0.9 --top-k 12 --method auto:delta=0.2:k=4",
+    "a tree of the user's own": "--method auto@mine.json",
     "weights of 8 bits": "--quantize int8",
-    "a window": "--method sjd-pac --window 9:2x3 --relax lambda-5",
-    "a schedule": "--method scd --window 9:commit=3",
-    "a budget": "--method scd --window 4 --relax tv=0.2:budget=0.7",
+    "a window": "--method sjd-pac:lambda-5@9:2x3",
+    "a schedule": "--method scd@9:commit=3",
+    "a budget": "--method scd:tv=0.2:budget=0.7@4",
 }
 
 
@@ -147,7 +147,7 @@ def test_replay_takes_the_threads_of_the_image(
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("option", ["--seed", "--temperature", "--top-k", "--relax", "--window"])
+@pytest.mark.parametrize("option", ["--seed", "--temperature", "--top-k", "--method"])
 def test_replay_refuses_other_settings(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str
 ) -> None:
@@ -383,7 +383,7 @@ def test_relaxation_off_needs_no_codebook(pipeline: LanternPipeline) -> None:
     pipeline.model._near.clear()
     exact = pipeline("cat", method="eagle")
     assert not pipeline.model._near
-    relaxed = pipeline("cat", relax=Multiplicative(4, lam=1.0))
+    relaxed = pipeline("cat", method=Setting("auto", Multiplicative(4, lam=1.0)))
     assert not pipeline.model._near
     assert np.array_equal(exact.tokens, relaxed.tokens)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from lantern_hpu.errors import Arg, CaptureError, DeviceError, Words
 from lantern_hpu.graphs import make_runner
 from lantern_hpu.graphs.compiled import CompiledRunner
 from lantern_hpu.methods.relaxation import PRESETS, Clustered
-from lantern_hpu.methods.setting import METHODS, SMALL_TREE
+from lantern_hpu.methods.setting import METHODS, SMALL_TREE, Setting
 from lantern_hpu.ops import kernels
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.tree import DynamicTree, Tree, Window, load_tree
@@ -37,10 +38,10 @@ def backend_of(pipeline: LanternPipeline) -> HPUBackend:
 
 PROMPTS = ["a red apple", "blue cat"]
 # What these draft on a processor, where a card drafts more
-OF_THE_CPU: dict[str, dict[str, Any]] = {
-    "lantern++": {"tree": SMALL_TREE},
-    "scd": {"window": 2},
-    "sjd-pac": {"window": 2},
+OF_THE_CPU: dict[str, Tree] = {
+    "lantern++": load_tree(SMALL_TREE),
+    "scd": Window.of("scd", 2),
+    "sjd-pac": Window.of("sjd-pac", 2),
 }
 
 
@@ -75,7 +76,8 @@ def test_rules_that_ask_for_q_are_recorded_and_draw_the_tokens_of_the_cpu(
     model: Path, method: str, preset: str
 ) -> None:
     want = LanternPipeline.from_pretrained(str(model), device="cpu", dtype="float32")
-    setting = {"seed": 3, "method": method, "relax": RULES[preset], **OF_THE_CPU.get(method, {})}
+    setting: dict[str, Any] = {"seed": 3}
+    setting["method"] = Setting(method, RULES[preset], OF_THE_CPU[method])
     with emulated(model) as (pipeline, card):
         got, counts = draw_warm(pipeline, card, PROMPTS, **setting)
         expected = want(PROMPTS, **setting)
@@ -112,12 +114,12 @@ def test_both_releases_draw_the_tokens_of_the_cpu_and_have_nothing_to_say(
     model: Path, method: str, graphs: str, release: str
 ) -> None:
     """What `lint --strict` asks: no error, no warning, no fallback, no cut, nothing compiled after the warm-up."""
-    tree = small_tree(method)
+    setting = replace(Setting.parse(method), tree=tree) if (tree := small_tree(method)) else method
     want = LanternPipeline.from_pretrained(str(model), device="cpu", dtype="float32")
-    expected = want(PROMPTS, seed=3, method=method, tree=tree)
+    expected = want(PROMPTS, seed=3, method=setting)
     with emulated(model, graphs, release) as (pipeline, card), rehearsed_captures(card):
         assert card.release.name == release
-        got, counts = draw_warm(pipeline, card, PROMPTS, seed=3, method=method, tree=tree)
+        got, counts = draw_warm(pipeline, card, PROMPTS, seed=3, method=setting)
         assert got.tokens.tolist() == expected.tokens.tolist()
         assert not rules(card, "error", "warn")
         assert got.graph["recompiles_after_warmup"] == 0

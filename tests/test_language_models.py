@@ -274,15 +274,13 @@ def test_luminas_published_drafter_equals_its_twin(public: Path) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    ("method", "tree"), mostly_slow([("eagle", "chain"), ("eagle2", "dynamic:2x1x4")])
-)
-def test_lumina_drafts_past_the_end_of_a_row(public: Path, method: str, tree: str) -> None:
+@pytest.mark.parametrize("method", mostly_slow(["eagle@chain", "eagle2@dynamic:2x1x4"]))
+def test_lumina_drafts_past_the_end_of_a_row(public: Path, method: str) -> None:
     """Greedy tokens are `ar`'s, prompts unequal, row ends forced in drafts and in what is accepted."""
     pipeline = pipeline_of(public / LUMINA)
     requests = [Request(p, 0, Sampling(3.0, 0.0)) for p in PROMPTS[:2]]
     found = []
-    for setting in (Setting.of("ar"), Setting.of(method, tree=tree)):
+    for setting in (Setting.parse("ar"), Setting.parse(method)):
         engine = pipeline.engines.make(
             pipeline.spec(requests, pipeline.resolve(setting).tree, 2), "strict"
         )
@@ -302,9 +300,9 @@ def test_lumina_drafts_past_the_end_of_a_row(public: Path, method: str, tree: st
 def test_lumina_draws_by_every_method_with_its_drafter(
     public: Path, tmp_path: Path, method: str, device: str
 ) -> None:
-    tree = ["--tree", "dynamic:2x1x4" if method in ("eagle2", "lantern") else "chain_2"]
+    tree = "dynamic:2x1x4" if method in ("eagle2", "lantern") else "chain_2"
     how = ["--device", device, *(["--emulate"] if device == "hpu" else ["--graphs", "strict"])]
-    draw(public / LUMINA, tmp_path, "--method", method, *tree, *how)
+    draw(public / LUMINA, tmp_path, "--method", f"{method}@{tree}", *how)
 
 
 def test_drafters_of_other_targets_are_refused(
@@ -686,8 +684,8 @@ def test_a_drafter_learns_and_drafts(
     pipeline = LanternPipeline(model, DevicePlan(get_backend("cpu"), model.target.dtype))
     requests = [Request(p, 0, Sampling(3.0, 0.0)) for p in PROMPTS[:2]]
     drawn = [
-        pipeline.draw(requests, pipeline.resolve(Setting.of(method, tree=tree))).tokens
-        for method, tree in (("ar", None), ("eagle", "chain"), ("eagle2", "dynamic:2x1x4"))
+        pipeline.draw(requests, pipeline.resolve(method)).tokens
+        for method in ("ar", "eagle@chain", "eagle2@dynamic:2x1x4")
     ]
     assert (drawn[0] == drawn[1]).all() and (drawn[0] == drawn[2]).all()
 
@@ -725,5 +723,5 @@ def test_every_command_takes_it(public: Path, tmp_path: Path, name: str) -> None
     drafter = ["--output", str(tmp_path / "drafter"), "--data", str(prompts)]
     assert cli.main(["train", "drafter", "--model", ours, *drafter, *few]) == 0
     given = ["--drafter", str(tmp_path / "drafter"), "--output", str(tmp_path / "x.png")]
-    drawn = ["--prompt", "red", "--method", "eagle", "--tree", "chain", *given]
+    drawn = ["--prompt", "red", "--method", "eagle@chain", *given]
     assert cli.main(["generate", "--model", ours, *drawn]) == 0

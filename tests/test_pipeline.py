@@ -106,12 +106,11 @@ def test_an_engine_that_something_holds_is_never_closed(
     assert held in closed
 
 
-@pytest.mark.parametrize("method", ["ar", "eagle", "lantern"])
+@pytest.mark.parametrize("method", ["ar", "eagle@chain", "lantern@dynamic:3x2x8"])
 def test_a_picture_may_be_wider_than_high(tmp_path: Path, method: str) -> None:
     folder = write_folder(tmp_path / "wide", grid=(3, 5))
     out = tmp_path / "cat.png"
-    tree = {"ar": [], "eagle": ["--tree", "chain"], "lantern": ["--tree", "dynamic:3x2x8"]}[method]
-    words = ["--model", str(folder), "--method", method, *tree, "--preview-every", "1"]
+    words = ["--model", str(folder), "--method", method, "--preview-every", "1"]
     assert generate.main([*words, "--prompt", "a cat", "--output", str(out)]) == 0
     width, height = Image.open(out).size
     assert width * 3 == height * 5
@@ -123,7 +122,7 @@ def test_a_relaxation_is_read_as_it_was_written(relaxation: Relaxation) -> None:
 
 
 def test_a_stored_relaxation_out_of_range_is_refused() -> None:
-    with pytest.raises(OptionError, match="relax delta"):
+    with pytest.raises(OptionError, match="delta"):
         read_relaxation(replace(Additive(5, bound=0.5)).as_json() | {"bound": 2.0})
 
 

@@ -477,7 +477,7 @@ def test_preset_lantern_scores_a_synthetic_llamagen(
     ]
     file.write_text(json.dumps({"annotations": entries}))
     model = f"--model {tmp_path / 'public/llamagen-t2i-256'} --preset lantern"
-    rows, relaxed = "--method ar,lantern++:lambda-5 --tree chain", "lantern++:lambda-5@chain"
+    rows, relaxed = "--method ar,lantern++:lambda-5@chain", "lantern++:lambda-5@chain"
     keys: dict[str, Any] = {"metrics": "clip", "clip": str(clip), "rounds": 4, "no_floor": True}
     command = f"{model} {rows} --prompts-file {file} --batch-size 2 --output {out}".split()
 

@@ -19,6 +19,7 @@ import lantern_hpu
 from lantern_hpu import GenerationResult, LanternPipeline, Multiplicative, Request
 from lantern_hpu.core import Event
 from lantern_hpu.errors import DeviceError, OptionError, OutputError
+from lantern_hpu.methods.setting import Setting
 from lantern_hpu.results.images import CAPTION, grid
 from lantern_hpu.results.progress import Bar, ProgressBar
 
@@ -80,13 +81,11 @@ def test_a_sampling_argument_changes_itself_alone(
 
 def test_methods_relaxations_and_windows_by_name(pipeline: LanternPipeline) -> None:
     written = pipeline("cat", method="lantern++:lambda=5:k=4")
-    relaxed = pipeline("cat", method="lantern++", relax="lambda=5:k=4")
-    typed = pipeline("cat", method="lantern++", relax=Multiplicative(4, lam=5.0))
-    assert written.config["tree"] == relaxed.config["tree"] == typed.config["tree"]
-    assert np.array_equal(written.tokens, relaxed.tokens)
+    typed = pipeline("cat", method=Setting("lantern++", Multiplicative(4, lam=5.0)))
+    assert written.config["tree"] == typed.config["tree"]
     assert np.array_equal(written.tokens, typed.tokens)
-    assert pipeline("cat", method="scd", window=4).config["tree"].startswith("scd:4")
-    assert pipeline("cat", method="eagle", tree="flat_4").config["tree"] == "flat_4"
+    assert pipeline("cat", method="scd@4").config["tree"].startswith("scd:4")
+    assert pipeline("cat", method="eagle@flat_4").config["tree"] == "flat_4"
 
 
 @pytest.mark.parametrize("kind", ["np", "pt", "tokens"])
@@ -171,7 +170,7 @@ def test_the_progress_bar_is_the_users(
     [
         ("num_image_per_prompt", "num_images_per_prompt"),
         ("cfg_scale", "guidance_scale"),
-        ("num_inference_steps", "window="),
+        ("num_inference_steps", "method="),
         ("callback_on_step", "callback_on_step_end"),
         ("scheduler", "method="),
     ],

@@ -306,7 +306,9 @@ def test_what_workers_cannot_leave_is_refused(
     assert "--workers excludes" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", [["--places", "4"], ["--tree", "auto"], ["--workers", "0"]])
+@pytest.mark.parametrize(
+    "option", [["--places", "4"], ["--method", "eagle@auto"], ["--workers", "0"]]
+)
 def test_what_the_one_that_scores_cannot_measure_is_refused(
     model: Path, tmp_path: Path, option: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

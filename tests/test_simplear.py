@@ -33,7 +33,7 @@ from tests.published import (
 )
 
 NAME, FIRST, SCALE = "simplear", 151672, 6.0
-AR = Setting.of("ar")
+AR = Setting.parse("ar")
 
 
 def untied(public: Path, goal: Path) -> Path:
@@ -69,7 +69,7 @@ def test_the_table_is_the_head_unless_config_json_says_that_it_is_not(
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("setting", mostly_slow([AR, Setting.of("scd", window=4)], AR))
+@pytest.mark.parametrize("setting", mostly_slow([AR, Setting.parse("scd@4")], AR))
 def test_greedy_tokens_are_those_of_transformers(public: Path, setting: Setting) -> None:
     """Prompts of unequal lengths in one batch."""
     pipeline, model = pipeline_of(public / NAME), simplear(public / NAME)

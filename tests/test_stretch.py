@@ -25,13 +25,14 @@ from lantern_hpu.decode.requirements import find_model
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.errors import DeviceError, OptionError
 from lantern_hpu.methods.relaxation import Clustered
+from lantern_hpu.methods.setting import Setting
 from lantern_hpu.models.config import DrafterConfig, TransformerConfig
 from lantern_hpu.models.files.load import open_model, write_model
 from lantern_hpu.models.files.names import PartOverrides
 from lantern_hpu.models.model import ImageModel, Placement, parameters_of
 from lantern_hpu.ops.sampling import SamplingParams, to_probs
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.tree import DraftTree
+from lantern_hpu.tree import DraftTree, load_tree
 from lantern_hpu.zoo import registry
 from lantern_hpu.zoo.find import find_parts
 from lantern_lab.commands import stretch
@@ -142,10 +143,10 @@ def test_promise_pictures_and_steps_are_the_small_models(
 ) -> None:
     """So tokens a step are equal, as are the drafts that were accepted at each depth."""
     large, method, tree, given = METHODS[case]
-    rule = given.get("relaxation")
+    setting = Setting(method, given.get("relaxation"), load_tree(tree) if tree else None)
     settings = {name: x for name, x in given.items() if name != "relaxation"}
     small, wide = (
-        pipeline(PROMPTS[:2], method=method, tree=tree, relax=rule, guidance_scale=2.0, **settings)
+        pipeline(PROMPTS[:2], method=setting, guidance_scale=2.0, **settings)
         for pipeline in pipelines(base, models[large.dim])
     )
     assert (wide.tokens == small.tokens).all()
@@ -158,7 +159,7 @@ def test_promise_pictures_and_steps_are_the_small_models(
 
 def test_the_step_can_be_captured(models: dict[int, ImageModel]) -> None:
     (large,) = pipelines(models[TWICE.dim], mode="strict")
-    result = large(PROMPTS[:1], method="lantern++", tree="flat_4")
+    result = large(PROMPTS[:1], method="lantern++@flat_4")
     assert result.graph["recompiles_after_warmup"] == 0
 
 
@@ -279,7 +280,9 @@ def test_promise_a_folder_is_written_that_draws_the_small_models_pictures(
     for name, model in (("small", folder), ("large", wide)):
         files = ["--output", str(tmp_path / f"{name}.png")]
         files += ["--save-tokens", str(tmp_path / f"{name}.npz")]
-        assert generate.main(["--model", str(model), *prompt, "--tree", "flat_4", *files]) == 0
+        assert (
+            generate.main(["--model", str(model), *prompt, "--method", "auto@flat_4", *files]) == 0
+        )
     assert "output projections are zero" in capsys.readouterr().err
     again = ["--from-png", str(tmp_path / "large.png"), "--output", str(tmp_path / "again.png")]
     assert generate.main([*again, "--save-tokens", str(tmp_path / "again.npz")]) == 0

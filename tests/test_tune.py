@@ -1,4 +1,4 @@
-"""Tuning: trees and windows are drawn with in turns, the verdict goes by what was measured, and `--tree auto` draws
+"""Tuning: trees and windows are drawn with in turns, the verdict goes by what was measured, and `METHOD@auto` draws
 with what was found."""
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def test_command_saves_a_tree_that_auto_draws_with(
     kept = next((tmp_path / "cache" / "trees").glob("*.json"))
     image = tmp_path / "x.png"
     given = ["--model", str(model), "--prompt", "red cat", "--output", str(image)]
-    assert generate.main([*given, "--method", "eagle", "--tree", "auto"]) == 0
+    assert generate.main([*given, "--method", "eagle@auto"]) == 0
     config = read_png(image)["config"]
     assert config["method"] == "eagle"
     drawn = DraftTree.from_paths(config["tree"], config["tree_paths"])
@@ -104,7 +104,7 @@ def test_choice_decides_the_method_only_if_none_is_named(model: Path) -> None:
     with pytest.raises(OptionError, match="none was tuned") as refused:
         pipeline.resolve("eagle@auto", 5)
     assert "there is one for batches of 2" in str(refused.value)
-    result = pipeline("red cat", num_images_per_prompt=2, method="eagle", tree="auto")
+    result = pipeline("red cat", num_images_per_prompt=2, method="eagle@auto")
     assert result.config["tree"] == "tuned_2" and len(result.images) == 2
 
 

@@ -320,7 +320,7 @@ def test_written_forms() -> None:
 
 def test_a_picture_says_what_it_spent_and_is_drawn_again(model: Path, tmp_path: Path) -> None:
     first, again, report = tmp_path / "a.png", tmp_path / "b.png", tmp_path / "r.json"
-    options = ("--method", "scd", "--window", 4, "--relax", "tv=0.2:budget=0.7")
+    options = ("--method", "scd:tv=0.2:budget=0.7@4")
     asked = ("--prompt", "cat", "--seed", 5, *options, "--output", first, "--report", report)
     assert generate(model, *asked) == 0
     assert generate(model, "--from-png", first, "--output", again) == 0

@@ -38,7 +38,7 @@ from lantern_hpu.errors import (
 from lantern_hpu.fields import IMAGE_PARAMS, MAX_IMAGES, check_seed, given_params, only
 from lantern_hpu.files import ASSETS, clear_temporary, reading, some_of
 from lantern_hpu.methods.relaxation import EXACT, Relaxation
-from lantern_hpu.methods.setting import WINDOWS, Resolved, Setting, lacks_drafter, setting_of
+from lantern_hpu.methods.setting import AUTO, WINDOWS, Resolved, Setting, lacks_drafter
 from lantern_hpu.models.files.names import PartOverrides
 from lantern_hpu.models.text.frames import check_sources, no_negative, takes_negative
 from lantern_hpu.results.images import drawn_otherwise, is_cut_off, read_png
@@ -207,7 +207,7 @@ def new_job(args: argparse.Namespace, asked: Mapping[str, Any]) -> GenerateJob:
         from lantern_hpu.models.text.prefix import class_index
 
         class_index(label)
-    setting = setting_of(asked)
+    setting = Setting.parse(asked.get("method", AUTO))
     if args.drafter is not None and setting.method in WINDOWS:
         why = "its drafts are the last step's own draws"
         raise OptionError(f"--drafter has no use for {setting.method}", why, "leave --drafter out")

@@ -7,14 +7,16 @@ import difflib
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import MISSING, fields, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
 from lantern_hpu.backends import BACKENDS, DeviceOptions
 from lantern_hpu.commands.config import PREFIX, words_of
 from lantern_hpu.core import Sampling
-from lantern_hpu.errors import Arg, as_option, listed
+from lantern_hpu.errors import Arg, as_option, listed, part_of_setting
 from lantern_hpu.fields import IMAGE_PARAMS, Param, argument_name, params_of
 from lantern_hpu.graphs import RUNNERS
 from lantern_hpu.methods.relaxation import PRESETS
@@ -26,7 +28,6 @@ from lantern_hpu.methods.setting import (
     METHODS,
     SMALL_TREE,
     Setting,
-    with_short_forms,
 )
 from lantern_hpu.tree import DYNAMIC, NAMED
 
@@ -34,15 +35,15 @@ PROCESSOR = ("layout", "threads")  # measured there unless given
 T = TypeVar("T")
 # Options of other programs, by what they are here
 RENAMED_OPTIONS = {
-    "--steps": "--window or --tree; the number of steps follows from them",
-    "--num-inference-steps": "--window or --tree; the number of steps follows from them",
+    "--steps": "--method; the number of steps follows from its window or tree",
+    "--num-inference-steps": "--method; the number of steps follows from its window or tree",
     "--guidance-scale": "--cfg-scale",
     "--overwrite": "--force",
     "--images": "--num-images",
     "--methods": "--method",
     "--rows": "--method",
     "--settings": "--method",
-    "--trees": "--tree",
+    "--trees": "--method",
 }
 Group = argparse._ActionsContainer  # a parser, or a group of one
 
@@ -92,13 +93,18 @@ class Parser(argparse.ArgumentParser):
             del found.config  # it has been read
         return found, unknown
 
-    def error(self, message: str) -> NoReturn:
-        start, colon, given = message.partition("unrecognized arguments: ")
-        hint = f"{self.prog} --help"
-        if colon and not start:
-            word = given.split()[0] if given.startswith("-") else given.partition(" -")[0]
-            message, hint = f"unknown option {word}", self.nearest(word) or hint
-        self.exit(2, f"error: {message}\n  try: {hint}\n")
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        given, unknown = self.parse_known_args(args, namespace)
+        if not unknown:
+            return given
+        if error := part_of_setting(vars(given) | values_of(unknown)):
+            self.exit(2, f"error: {error.text(as_option)}\n")
+        words = list(takewhile(lambda word: not word.startswith("-"), unknown)) or unknown[:1]
+        word = " ".join(words)
+        self.error(f"unknown option {word}", self.nearest(word))
+
+    def error(self, message: str, hint: str = "") -> NoReturn:
+        self.exit(2, f"error: {message}\n  try: {hint or f'{self.prog} --help'}\n")
 
     def nearest(self, word: str) -> str:
         """The option that a word was probably meant as; empty if none is like it."""
@@ -109,6 +115,17 @@ class Parser(argparse.ArgumentParser):
         if renamed := RENAMED_OPTIONS.get(name):
             return renamed
         return next(iter(difflib.get_close_matches(name, known, 1, 0.6)), "")
+
+
+def values_of(words: Sequence[str]) -> dict[str, str]:
+    """What follows each option that a parser does not know, by the option's name without dashes."""
+    following = [*words[1:], ""]
+    pairs = [word.partition("=") for word in words]
+    return {
+        name[2:]: value if equals else after
+        for (name, equals, value), after in zip(pairs, following, strict=True)
+        if name.startswith("--")
+    }
 
 
 def add_fields(group: Group, kind: type[Any], *names: str, **helps: str) -> None:
@@ -211,31 +228,23 @@ def add_running_options(group: Group) -> None:
 
 _ABOUT_METHODS = "; ".join(f"{name}: {method.about}" for name, method in METHODS.items())
 LONG_HELPS = {  # with the names that are known
-    "method": f"auto: the fastest lossless method measured on the device; {_ABOUT_METHODS}",
-    "tree": f"{', '.join(NAMED)}, a .json file, or {AUTO}: the one that `lantern-hpu tune` found for this model "
-    f"and device ({DEFAULT_TREE}, on processors {SMALL_TREE}); for eagle2 and lantern {DYNAMIC}, or "
-    f"{DYNAMIC}:KxExN for top-k K, E expansions and N drafts ({DYNAMIC}:10x4x58)",
-    "window": f"drafts per step of a window method ({DEFAULT_WINDOW}; on processors 2 or 5, by model "
-    "and processor); W:KxD for K candidates at each of the first D positions (sjd-pac; 3x3); W:commit=C to accept "
-    "the first C drafts in every step: a fixed number of steps, lossless only for C = 1",
-    "relax": f"relaxation: {', '.join(PRESETS)}, or values: lambda=5:k=10, delta=0.2:k=1000, tv=0.1:budget=10, "
-    "omega=2:nu=0.2:mu=0, distance=0.5:ranks=7:gap=0.15, residual=official, verify=token; "
-    "docs/methods.md (the method's own)",
+    "method": "METHOD[:RELAXATION][@TREE]. auto: the fastest lossless method measured on the device; "
+    f"{_ABOUT_METHODS}. "
+    f"RELAXATION: {', '.join(PRESETS)}, or values: lambda=5:k=10, delta=0.2:k=1000, tv=0.1:budget=10, "
+    "omega=2:nu=0.2:mu=0, distance=0.5:ranks=7:gap=0.15, residual=official, verify=token (the method's own). "
+    f"TREE of eagle and lantern++: {', '.join(NAMED)}, a .json file, or {AUTO}: the one that `lantern-hpu tune` found "
+    f"for this model and device ({DEFAULT_TREE}, on processors {SMALL_TREE}); of eagle2 and lantern {DYNAMIC}, or "
+    f"{DYNAMIC}:KxExN for top-k K, E expansions and N drafts ({DYNAMIC}:10x4x58); of a window method W drafts a step "
+    f"({DEFAULT_WINDOW}; on processors 2 or 5, by model and processor), W:KxD for K candidates at each of the first D "
+    "positions (sjd-pac; 3x3), or W:commit=C to accept the first C drafts in every step: a fixed number of steps, "
+    "lossless only for C = 1. docs/methods.md",
 }
 
 
 def add_method_options(group: Group, several: str = "") -> None:
-    """`--method` and its short forms; of a command that takes `several`, which are those unless given."""
-    about = ""
-    if several:
-        about = f"comma-separated, {FORM} ({several}); trees and windows may be several"
-    add_param(group, replace(IMAGE_PARAMS["method"], default=None), about or LONG_HELPS["method"])
-    add_short_forms(group)
-
-
-def add_short_forms(group: Group) -> None:
-    """`--tree`, `--window` and `--relax`: parts of a setting that `--method` leaves open."""
-    add_image_params(group, "tree", "window", "relax")
+    """`--method`; of a command that takes `several`, which are those unless given."""
+    about = f"comma-separated, {FORM} ({several})" if several else LONG_HELPS["method"]
+    add_param(group, replace(IMAGE_PARAMS["method"], default=None), about)
 
 
 def names(text: str | None, option: str) -> tuple[str, ...]:
@@ -243,16 +252,9 @@ def names(text: str | None, option: str) -> tuple[str, ...]:
     return () if text is None else tuple(listed(text, option))
 
 
-def settings_of(args: argparse.Namespace, usual: str = "") -> list[Setting]:
-    """The settings of `--method`, else the usual ones, with the short forms."""
-    texts = listed(args.method or usual, "method")
-    trees = names(args.tree, "tree")
-    windows = names(args.window, "window")
-    if len(texts) == 1 and len(trees) <= 1 and len(windows) <= 1:  # what does not fit says why
-        tree = next(iter(trees), None)
-        return [Setting.of(texts[0], args.relax, tree, next(iter(windows), None))]
-    settings = [Setting.parse(text) for text in texts]
-    return with_short_forms(settings, args.relax, trees, windows)
+def settings_of(args: argparse.Namespace, usual: str) -> list[Setting]:
+    """The settings of `--method`, else the usual ones."""
+    return [Setting.parse(text) for text in listed(args.method or usual, "method")]
 
 
 def add_sampling_options(group: Group) -> None:

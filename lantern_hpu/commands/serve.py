@@ -18,7 +18,7 @@ from lantern_hpu.commands.options import Parser, add_fields, from_args
 from lantern_hpu.console import nonblocking_stderr
 from lantern_hpu.errors import Arg, OptionError, exit_code, require, words
 from lantern_hpu.models.files.names import PartOverrides
-from lantern_hpu.serve.options import DEFAULT, FILTERS, ServeOptions
+from lantern_hpu.serve.options import FILTERS, ServeOptions
 
 # Keys of a configuration file, or variables: what few servers need, and no option of the command line
 KEYS = (
@@ -86,9 +86,7 @@ def serve_request(args: argparse.Namespace) -> ServeOptions:
 
 def served_methods(args: argparse.Namespace) -> tuple[str, ...]:
     """The settings that are asked for; nothing if none is."""
-    if not any((args.method, args.tree, args.window, args.relax)):
-        return ()
-    return tuple(str(setting) for setting in options.settings_of(args, ",".join(DEFAULT)))
+    return tuple(options.names(args.method, "method"))
 
 
 def picture_sizes(text: str | None) -> tuple[tuple[int, int], ...]:

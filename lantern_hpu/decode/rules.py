@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.decode.state import Bounds
-from lantern_hpu.errors import Arg, OptionError
+from lantern_hpu.errors import OptionError
 from lantern_hpu.methods.relaxation import Residual
 from lantern_hpu.ops.buffers import arange32, constant
 from lantern_hpu.ops.sampling import gather
@@ -152,7 +152,9 @@ class Clusters(nn.Module):
         super().__init__()
         if len(codes) > MOST_CODES:
             why = f"{len(codes)} codes, and their order is kept in int32 for up to {MOST_CODES}"
-            raise OptionError("no clusters with this codebook", why, Arg("relax", "lambda-5"))
+            raise OptionError(
+                "no clusters with this codebook", why, "another relaxation, such as lambda-5"
+            )
         self.codes = constant(codes)
         self.token = constant(arange32(len(codes)))  # [V]
         self.offset = constant(arange32(2 * ranks) - ranks + 1)  # [2 ranks]

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lantern_hpu.core import Request
-from lantern_hpu.errors import Arg, OptionError, require, words
-from lantern_hpu.methods.relaxation import Residual
+from lantern_hpu.errors import OptionError, require
+from lantern_hpu.methods.relaxation import Residual, refused
 from lantern_hpu.methods.setting import check_acceptance
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.tree import Tree, Window
@@ -129,30 +129,30 @@ def verified_together(requests: Sequence[Request]) -> bool:
     ways = {r.relaxation.verify == "block" for r in requests}
     if len(ways) > 1:
         why = "how drafts are verified is part of the graph"
-        raise OptionError("block and token in one batch", why, "verify=token", field="relax")
+        raise OptionError("block and token in one batch", why, "verify=token", field="method")
     return True in ways
 
 
 def neighbours_needed(requests: Sequence[Request], codes: int) -> int:
     """Neighbours of a code that some request looks at."""
     most = max((r.relaxation.k for r in requests if r.relaxation.lends), default=0)
-    require(
-        most < codes, words(Arg("relax"), "k"), most, f"0 to {codes - 1}, the neighbours of a code"
-    )
+    if most >= codes:
+        raise refused(f"k is {most}", f"allowed: 0 to {codes - 1}, the neighbours of a code")
     # The published residual looks one neighbour further than the bound.
     return min(most + 1, codes - 1) if most else 0
 
 
 def check_drawable(tree: Tree, requests: Sequence[Request], config: TransformerConfig) -> None:
     """Raise an OptionError for a tree that these images cannot be drawn with."""
-    allowed = f"at most {config.codes} children of a node"
-    name = "window" if isinstance(tree, Window) else "tree"
-    require(tree.max_children <= config.codes, name, tree.name, allowed)
+    if tree.max_children > config.codes:
+        why = f"allowed: at most {config.codes} children of a node"
+        raise refused(f"the tree is {tree.name}", why)
     for request in requests:
         check_acceptance(tree, request.relaxation)
-    if isinstance(tree, Window):
-        most, why = config.tokens - 1, "the rest of the image"
-        require(tree.width <= most, "window", tree.width, f"at most {most}, {why}")
+    most = config.tokens - 1
+    if isinstance(tree, Window) and tree.width > most:
+        why = f"allowed: at most {most}, the rest of the image"
+        raise refused(f"the window is {tree.width}", why)
 
 
 def keeps_noise(config: TransformerConfig, tree: Tree, images: int) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import Field, dataclass, field, fields, replace
 from functools import partial
 from typing import Any, ClassVar, Literal, get_args
 
-from lantern_hpu.errors import Arg, OptionError, choices, require, words
+from lantern_hpu.errors import OptionError, choices
 from lantern_hpu.fields import MOST, is_number
 
 Residual = Literal["sound", "official"]
@@ -26,7 +26,7 @@ def value(default: Any, low: float, high: float, allowed: str, key: str = "") ->
     return field(default=default, metadata={"range": (low, high, allowed), "key": key})
 
 
-refused = partial(OptionError, field="relax")
+refused = partial(OptionError, field="method")
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,11 @@ class Relaxation:
             if "range" in part.metadata and (number is not None or part.default is not None):
                 low, high, allowed = part.metadata["range"]
                 fits = is_number(number, type(part.default)) and low <= number <= high
-                require(fits, words(Arg("relax"), key), number, allowed)
-        why = f"0, as no neighbour lends mass to {self.bound_key()}"
-        require(self.has_neighbours or self.k == 0, words(Arg("relax"), "k"), self.k, why)
+                if not fits:
+                    raise refused(f"{key} is {number}", f"allowed: {allowed}")
+        if self.k and not self.has_neighbours:
+            why = f"allowed: 0, as no neighbour lends mass to {self.bound_key()}"
+            raise refused(f"k is {self.k}", why)
 
     @classmethod
     def by_key(cls) -> dict[str, Field[Any]]:

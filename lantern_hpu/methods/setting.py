@@ -20,7 +20,6 @@ from lantern_hpu.errors import (
     OptionError,
     Words,
     choices,
-    naming,
     require,
     words,
 )
@@ -195,6 +194,7 @@ class Setting:
         Raises:
             OptionError: it cannot be read; the message says what can.
         """
+        require(isinstance(text, str), "method", text, "a setting as text")
         head, at, tree = text.strip().partition("@")
         name, _, values = head.partition(":")
         try:
@@ -206,60 +206,11 @@ class Setting:
             return cls(name, relaxation, read_tree(name, tree) if at else None)
         except LanternError as error:
             what = f"invalid setting {text!r}"
-            raise OptionError(what, error.reason, error.hint or FORM, field="method") from error
-
-    @classmethod
-    def of(
-        cls,
-        text: str,
-        relax: Relaxation | str | None = None,
-        tree: Tree | str | None = None,
-        window: str | int | None = None,
-    ) -> Setting:
-        """A written form, with what it leaves open in short forms.
-
-        Args:
-            window: its width and what else differs from the usual, `16:commit=4`.
-
-        Raises:
-            OptionError, TreeError: one is given twice, or does not fit.
-        """
-        require(isinstance(text, str), "method", text, "a setting as text")
-        require(isinstance(relax, str | Relaxation | None), "relax", relax, "text or a Relaxation")
-        require(isinstance(tree, str | Tree | None), "tree", tree, "text or a tree")
-        require(isinstance(window, str | int | None), "window", window, "a width, or text")
-        setting = cls.parse(text)
-        if relax is None and tree is None and window is None:
-            return setting
-        if relax is not None and setting.relaxation is not None:
-            raise excluding(text, Arg("relax"), "both are relaxations")
-        short = Arg("tree" if window is None else "window")
-        if window is not None:
-            if tree is not None:
-                raise excluding(Arg("tree"), Arg("window"), "a window is its own tree")
-            tree = f"{window_rule(setting.method)}:{window}"
-        if tree is not None and setting.tree is not None:
-            raise excluding(text, short, "both are trees")
-        if isinstance(relax, str):
-            relax = relaxations.parse(relax, METHODS[setting.drafting].relaxation)
-        if isinstance(tree, str):
-            with naming(short.name):
-                tree = read_tree(setting.method, tree)
-        return cls(setting.method, relax or setting.relaxation, tree or setting.tree)
+            raise refused(what, error.reason, error.hint or FORM) from error
 
     def __str__(self) -> str:
         """What `parse` reads."""
         return written(self.method, self.relaxation, self.tree)
-
-    def relaxed(self, rule: Relaxation) -> Setting:
-        """With a relaxation, if it takes this one and has none."""
-        takes = METHODS[self.drafting].takes_relaxation(rule)
-        return replace(self, relaxation=rule) if takes and not self.relaxation else self
-
-    def takes(self, tree: Tree | Auto) -> bool:
-        """Whether its method drafts a tree."""
-        method = METHODS[self.drafting]
-        return method.tunable if isinstance(tree, str) else method.takes(tree)
 
     @property
     def drafts(self) -> bool:
@@ -315,39 +266,27 @@ class Resolved(Setting):
         return cls(values["method"], verified(rule, tree, "token"), tree)
 
 
-def setting_of(given: Mapping[str, Any]) -> Setting:
-    """What the arguments of an image ask for, by their names in `fields.IMAGE_PARAMS`."""
-    short = (given.get(name) for name in ("relax", "tree", "window"))
-    return Setting.of(given.get("method", AUTO), *short)
-
-
 # ------------------------------------------------------------------------------------ what fits
-
-
-def excluding(one: str | Arg, other: Arg, why: str) -> OptionError:
-    """Why two arguments cannot be given together."""
-    return OptionError(words(one, "and", other, "exclude each other"), why, field=other.name)
 
 
 def check_tree(name: str, tree: Tree | Auto | None) -> None:
     """Raise an OptionError where a method cannot draft a tree."""
-    method, hint = method_of(name), Arg("method", "eagle")
+    method = method_of(name)
     if tree is None or (tree == ROOT and not method.drafts):
         return
     if not method.drafts:
-        raise OptionError(words(name, "takes no", Arg("tree")), "it drafts nothing", hint)
+        raise refused(f"{name} takes no tree", "it drafts nothing", Arg("method", "eagle"))
     if tree == AUTO:
         if not method.tunable:
-            what = words(Arg("tree", AUTO), f"does not fit {name}")
-            raise OptionError(what, "tuned trees are static", hint)
+            hint = Arg("method", "eagle@auto")
+            raise refused(f"{name}@auto cannot be used", "tuned trees are static", hint)
         return
     assert not isinstance(tree, str)
     if not method.takes(tree):
         fits = next(other for other, entry in METHODS.items() if entry.takes(tree))
         kind = f"{method.tree} tree" if method.rule is None else "window of its own"
-        why = f"{name} drafts a {kind}"
-        what = words(Arg("tree", tree.name), f"does not fit {name}")
-        raise OptionError(what, why, Arg("method", fits))
+        what = f"the tree {tree.name} does not fit {name}"
+        raise refused(what, f"{name} drafts a {kind}", Arg("method", written(fits, None, tree)))
 
 
 def why_by_token(tree: Tree, relaxation: Relaxation) -> str:
@@ -431,14 +370,6 @@ def read_tree(method: str, text: str) -> Tree | Auto:
     return load_tree(f"{rule}:{text}" if is_short else text)
 
 
-def window_rule(method: str) -> Rule:
-    rule = None if method == AUTO else method_of(method).rule
-    if rule is None:
-        why = "auto chooses the tree" if method == AUTO else f"{method} has no window"
-        raise OptionError(words(method, "takes no", Arg("window")), why, one_of("method", WINDOWS))
-    return rule
-
-
 def written(method: str, relaxation: Relaxation | None, tree: Tree | str | None) -> str:
     """The form that `Setting.parse` reads."""
     relaxed = "" if relaxation is None else f":{relaxation}"
@@ -453,43 +384,6 @@ def tree_text(tree: Tree | str) -> str:
     if isinstance(tree, Window):
         return tree.name.removeprefix(f"{tree.rule}:")
     return tree.name if isinstance(tree, DynamicTree) else tree.file or tree.name
-
-
-def with_short_forms(
-    settings: Sequence[Setting],
-    relax: str | None = None,
-    trees: Sequence[str] = (),
-    windows: Sequence[str] = (),
-) -> list[Setting]:
-    """Several settings, each with the short forms that it takes and leaves open; with several trees, once with each.
-
-    Raises:
-        OptionError: a relaxation, a tree or a window fits no setting.
-    """
-    if relax is not None:
-        rule = relaxations.parse(relax)
-        relaxed = [setting.relaxed(rule) for setting in settings]
-        if relaxed == list(settings):
-            raise fits_none(Arg("relax", relax), settings)
-        settings = relaxed
-    loaded = {Arg("tree", name): read_tree(AUTO, name) for name in trees}
-    unused = [*loaded, *(Arg("window", width) for width in windows)]
-    result = []
-    for setting in settings:
-        fitting = {name: tree for name, tree in loaded.items() if setting.takes(tree)}
-        if METHODS[setting.drafting].rule is not None:
-            fitting |= {Arg("window", w): read_tree(setting.method, w) for w in windows}
-        unused = [name for name in unused if name not in fitting]
-        chosen = fitting.values() if setting.tree is None else ()
-        result += [replace(setting, tree=tree) for tree in chosen] or [setting]
-    if unused:
-        raise fits_none(unused[0], settings)
-    return result
-
-
-def fits_none(short: Arg, settings: Sequence[Setting]) -> OptionError:
-    """Why a short form cannot be used with several settings."""
-    return OptionError(words(short, "fits none of", ", ".join(map(str, settings))))
 
 
 # ----------------------------------------------------------------------------------------- resolve
@@ -555,8 +449,8 @@ def with_tuned_tree(setting: Setting, context: ResolveContext) -> tuple[str, Tre
     name = setting.drafting
     if context.situation is None:
         why = "that tree is known to a loaded model alone"
-        what = words(Arg("tree", AUTO), "has no meaning here")
-        raise OptionError(what, why, "the tree's file, which `lantern-hpu tune` writes")
+        hint = "the tree's file, which `lantern-hpu tune` writes"
+        raise refused(f"{name}@auto has no meaning here", why, hint)
     wanted = context.situation | {"method": written(name, setting.relaxation, None)}
     if not tuned_trees.file_of(wanted).is_file():
         wanted = context.situation | {"method": name}

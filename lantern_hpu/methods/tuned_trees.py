@@ -1,4 +1,4 @@
-"""Trees that were tuned on this machine: what `tree=auto` takes.
+"""Trees that were tuned on this machine: what `METHOD@auto` takes.
 
 One file for each situation - model, drafter, device, format, graph mode, method and batch size - in the user's
 cache. It is a tree file that also holds what it was tuned for and whether drafting pays there at all.
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from lantern_hpu.errors import Arg, LanternError, OptionError, TreeError, shell, words
+from lantern_hpu.errors import Arg, LanternError, OptionError, TreeError, shell
 from lantern_hpu.files import own_cache, parse_json, write_file
 from lantern_hpu.tree import MOST_CHILDREN, DraftTree, Rule, Window, load_static
 
@@ -63,7 +63,7 @@ def find_tree(situation: Situation) -> TunedTree:
         if sizes:
             why += f"; there is one for batches of {sizes}"
         hint = shell("tune", Arg("method", method), Arg("batch_size", batch))
-        what = words(Arg("tree", "auto"), "found no tuned tree")
+        what = f"{method}@auto found no tuned tree"
         raise OptionError(what, why, f"{hint}, with the same model and device")
     tree = load_static(str(file), MOST_CHILDREN)
     if tree.name.partition(":")[0] in get_args(Rule):

@@ -13,6 +13,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -237,7 +238,7 @@ class ImageRequestHandler:
         usage = protocol.Usage(**counts, input_tokens_details=parts)
         return {
             "seed": first.seed,
-            "method": setting.method,
+            "method": str(replace(setting, relaxation=first.relaxation)).partition("@")[0],
             "tree": setting.tree.name,
             "relaxation": first.relaxation.as_json(),
             "warnings": warnings,

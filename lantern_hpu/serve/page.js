@@ -112,7 +112,7 @@ async function draw(method, shown, first) {
   };
   const relax = at("relax").value;
   const takes = served[method].relaxations.includes(relax);
-  if (takes) body.relax = relax;
+  if (takes) body.method = `${method}:${relax}`;
   const notes = relax && !takes ? { relaxation: `${method} is not served with ${relax}` } : {};
   const began = performance.now();
   try {

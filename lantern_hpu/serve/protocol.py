@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
 from lantern_hpu.core import Request, Sampling, SourcePicture, check_text
 from lantern_hpu.decode.spec import Spec
-from lantern_hpu.errors import Arg, LanternError, OptionError, as_option, needing
+from lantern_hpu.errors import Arg, LanternError, OptionError, as_option, needing, part_of_setting
 from lantern_hpu.fields import IMAGE_PARAMS, MAX_SEED, RANDOM, Param, given_params, only
-from lantern_hpu.methods import relaxation as relaxations
 from lantern_hpu.methods.request import in_turn
-from lantern_hpu.methods.setting import Resolved, verified
+from lantern_hpu.methods.setting import Resolved, Setting, tree_text, verified
 from lantern_hpu.models.text.frames import no_negative
 from lantern_hpu.serve.options import MAX_N, MAX_PROMPT
-from lantern_hpu.tree import Tree, Window
+from lantern_hpu.tree import Tree
 
 with needing("fastapi", "the server is built on it", "serve"):
     from fastapi.exceptions import HTTPException
@@ -128,6 +127,9 @@ def invalid(errors: Sequence[Mapping[str, Any]], fields: Iterable[str] = ()) -> 
         allowed = ", ".join(fields or ImagesRequest.model_fields)
         what = f"unknown field {place!r}; allowed: {allowed}"
         return ApiError(400, what, param, "unknown_parameter")
+    if error["type"] == "part_of_setting":
+        text, field = error["ctx"]["text"], error["ctx"]["field"]
+        return ApiError(400, " ".join(text.split()), field, "invalid_value")
     if error["type"] == "too_many_fields":
         return ApiError(400, error["msg"], None, "invalid_value")
     if param is None:
@@ -181,6 +183,10 @@ class ImagesBody(BaseModel):
         if isinstance(body, dict) and len(body) > MOST_FIELDS:
             what = f"the body has more than {MOST_FIELDS} fields"
             raise PydanticCustomError("too_many_fields", what)
+        error = part_of_setting(body) if isinstance(body, dict) else None
+        if error is not None:
+            said = {"text": error.text(as_field), "field": error.field}
+            raise PydanticCustomError("part_of_setting", "{text}", said)
         return body
 
     def given(self) -> dict[str, Any]:
@@ -190,10 +196,8 @@ class ImagesBody(BaseModel):
 
 # Fields that mean something else in a request than in a command
 REQUEST_HELPS = {
-    "method": 'a decoding method of `/v1/models`, or "auto"',
+    "method": 'one of `/v1/models`, or "auto"; a relaxation may follow: "scd:tv=0.1:budget=10"',
     "seed": "random if not given or -1; image i has `seed` + i",
-    "tree": "the draft tree of the method",
-    "window": 'the window of the method: 16, or "16:commit=4"',
 }
 
 
@@ -365,7 +369,7 @@ class CompletedImage(ImagePayload, Settings):
 class MethodCard(BaseModel):
     tree: str
     relaxation: dict[str, Any]
-    relaxations: list[str] = Field(description="published settings that `relax` may name")
+    relaxations: list[str] = Field(description="published settings that may follow it: `scd:tv`")
 
 
 class ModelCard(BaseModel):
@@ -528,34 +532,31 @@ def read_size(
 
 def read_method(given: Mapping[str, Any], menu: ServedModel) -> ServedMethod:
     names = list(menu.methods)
-    name = given.get("method", "auto")
+    text: str = given.get("method", "auto")
+    name = text.partition("@")[0].partition(":")[0]
     if name != "auto" and name not in menu.methods:
-        raise refuse("method", name, ", ".join(["auto", *names]))
-    served = menu.methods[names[0] if name == "auto" else name]
-    for field in ("tree", "window"):
-        if field in given and not is_served(str(given[field]), served.setting.tree):
-            allowed = f"{served.setting.tree.name}, which {served.setting.method} serves"
-            raise refuse(field, given[field], allowed)
-    return served
+        raise refuse("method", text, ", ".join(["auto", *names]))
+    return menu.methods[names[0] if name == "auto" else name]
 
 
-def is_served(text: str, tree: Tree) -> bool:
-    """Whether a text names a tree; of a window, by its width and the rest or by its whole name."""
-    if not isinstance(tree, Window):
-        return text == tree.name
-    try:
-        return Window.parse(text if text.startswith(tree.rule) else f"{tree.rule}:{text}") == tree
-    except LanternError:
-        return False
+def read_setting(given: Mapping[str, Any], served: Resolved, menu: ServedModel) -> Resolved:
+    """What is served, relaxed as the request asks.
 
-
-def read_setting(given: Mapping[str, Any], setting: Resolved, menu: ServedModel) -> Resolved:
-    """What is served, relaxed as the request asks."""
-    if "relax" not in given:
-        return setting
-    relaxation = relaxations.parse(given["relax"], setting.relaxation).fit(menu.codes)
-    usual = setting.relaxation.verify
-    return replace(setting, relaxation=verified(relaxation, setting.tree, usual))
+    Raises:
+        OptionError: it cannot be read.
+        ApiError: its tree is not the one that is served.
+    """
+    text = given.get("method", "auto")
+    head, at, tree = text.partition("@")
+    if at and tree not in (served.tree.name, tree_text(served.tree)):  # a request opens no file
+        allowed = f"the tree {tree_text(served.tree)}, which {served.method} serves"
+        raise refuse("method", text, allowed)
+    asked = Setting.parse(head)
+    if asked.relaxation is None:
+        return served
+    relaxation = asked.relaxation.fit(menu.codes)
+    usual = served.relaxation.verify
+    return replace(served, relaxation=verified(relaxation, served.tree, usual))
 
 
 def check_graph(need: Spec, served: ServedMethod, given: Mapping[str, Any]) -> None:
@@ -577,12 +578,12 @@ def check_graph(need: Spec, served: ServedMethod, given: Mapping[str, Any]) -> N
         "use_greedy": ("temperature", "0.01 to 10; 0", "greedy"),
         "max_top_k": ("top_k", f"0 (off) to {has.max_top_k}; more", "top_k"),
         "use_top_p": ("top_p", "1 (off); less", "top_p"),
-        "neighbours": ("relax", *(some_k if has.neighbours > 1 else no_k)),
-        "annealed": ("relax", f"no omega: {method} is served without weights of depth", ""),
-        "ranks": ("relax", f"ranks up to {has.ranks}; more", "gsd"),
-        "blended": ("relax", "tv of 0; more", "tv"),
-        "residual": ("relax", f"residual={has.residual}", ""),
-        "together": ("relax", f"verify={'block' if has.together else 'token'} with {method}", ""),
+        "neighbours": ("method", *(some_k if has.neighbours > 1 else no_k)),
+        "annealed": ("method", f"no omega: {method} is served without weights of depth", ""),
+        "ranks": ("method", f"ranks up to {has.ranks}; more", "gsd"),
+        "blended": ("method", "tv of 0; more", "tv"),
+        "residual": ("method", f"residual={has.residual}", ""),
+        "together": ("method", f"verify={'block' if has.together else 'token'} with {method}", ""),
     }[lacking]
     if option:
         values += f" where the server has {as_option(Arg('allow', option))}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
 
-from lantern_hpu.errors import Arg, TreeError, choices, words
+from lantern_hpu.errors import Arg, TreeError, choices
 from lantern_hpu.tree.dynamic import DYNAMIC, MOST_CHILDREN, DynamicTree
 from lantern_hpu.tree.static import DraftTree, load_static
 
@@ -53,8 +53,8 @@ class Window(DraftTree):
             raise TreeError(f"no window {rule}", "unknown rule", choices(get_args(Rule)))
         least = 0 if rule == "jacobi" else 1
         if not least <= width <= MOST_WINDOW:
-            what = words(Arg("window"), f"is {width}")
-            raise TreeError(what, f"{rule} takes {least} to {MOST_WINDOW}")
+            why = f"{rule} takes {least} to {MOST_WINDOW}"
+            raise TreeError(f"invalid window {width}", why)
         if commit is not None:
             check_commit(width, front, commit)
             paths = tuple((0,) * depth for depth in range(commit + width))
@@ -115,7 +115,7 @@ class Window(DraftTree):
 
 def check_commit(width: int, front: tuple[int, int] | None, commit: int) -> None:
     """Raise a TreeError for a fixed schedule that a window does not have."""
-    what = words("invalid", Arg("window", f"{width}:commit={commit}"))
+    what = f"invalid window {width}:commit={commit}"
     if width < 1:
         raise TreeError(what, "a window of width 0 has no drafts to accept")
     if not 1 <= commit <= width:
@@ -129,14 +129,14 @@ def front_of(rule: Rule, width: int, front: tuple[int, int] | None) -> tuple[int
     """Siblings at each of the first levels; none but for `sjd-pac`."""
     if rule != "sjd-pac":
         if front is not None:
-            what = words("invalid", Arg("window", f"{width}:{front[0]}x{front[1]}"))
+            what = f"invalid window {width}:{front[0]}x{front[1]}"
             raise TreeError(what, f"{rule} has one draft at each place", Arg("method", "sjd-pac"))
         return 1, 0
     siblings, levels = front or (FRONT[0], min(FRONT[1], width))
     if not (1 <= siblings <= MOST_CHILDREN and 0 <= levels <= width):
         why = f"1 to {MOST_CHILDREN} siblings at 0 to {width} levels, as many as the window has"
-        what = words("invalid", Arg("window", f"{width}:{siblings}x{levels}"))
-        raise TreeError(what, why, Arg("window", f"{width}:2x1"))
+        what = f"invalid window {width}:{siblings}x{levels}"
+        raise TreeError(what, why, f"{width}:2x1")
     return siblings, levels
 
 

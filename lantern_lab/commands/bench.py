@@ -21,8 +21,7 @@ from lantern_hpu.commands import options
 from lantern_hpu.errors import exit_code, listed, require
 from lantern_hpu.files import check_free
 from lantern_hpu.graphs import RUNNERS
-from lantern_hpu.methods.setting import AUTO, with_short_forms
-from lantern_hpu.tree import load_tree
+from lantern_hpu.methods.setting import AUTO
 from lantern_lab.measure.options import GRAPHS, LARGE, USUAL, BenchRequest, has_long_steps
 from lantern_lab.measure.reports import show_report
 from lantern_lab.measure.rows import speed_tables
@@ -48,19 +47,14 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def bench_request(args: argparse.Namespace, usual: Mapping[str, str] = USUAL) -> BenchRequest:
-    """What was asked for; else what is `usual`, whose `trees` are for the methods that take them."""
-    settings = options.settings_of(args, usual["methods"])
-    if args.tree is None and args.window is None and "trees" in usual:
-        trees = usual["trees"].split(",")
-        fitting = [t for t in trees if any(s.takes(load_tree(t)) for s in settings)]
-        settings = with_short_forms(settings, trees=fitting)
+    """What was asked for; else what is `usual`."""
     sizes = listed(args.batch_sizes or usual["batch_sizes"], "batch_sizes")
     whole = all(size.isdecimal() and int(size) >= 1 for size in sizes)
     require(whole, "batch_sizes", args.batch_sizes, "numbers from 1, such as 1,8")
     given = {"images": int(usual["images"])} if "images" in usual else {}
     return BenchRequest(
         options=options.from_args(DeviceOptions, args),
-        settings=settings,
+        settings=options.settings_of(args, usual["methods"]),
         modes=listed(args.graphs or GRAPHS, "graphs", "graph mode", [AUTO, *RUNNERS]),
         by_name=args.graphs is not None,
         batches=[int(size) for size in sizes],

@@ -1,11 +1,11 @@
 """Find the static tree, or the window, that draws fastest with this model on this device.
 
     lantern-hpu tune
-    python -m lantern_hpu.generate --tree auto --prompt "a red apple"
+    python -m lantern_hpu.generate --method eagle@auto --prompt "a red apple"
 
 `ar` and the named trees, or windows of a few widths (`--method scd`), draw the same prompts and seeds in turns. The
-fastest is saved for `--tree auto`, with a note if `ar` is faster still. Of a large model on a processor, whose images
-take long, smaller trees are measured, with fewer images each.
+fastest is saved for `--method METHOD@auto`, with a note if `ar` is faster still. Of a large model on a processor,
+whose images take long, smaller trees are measured, with fewer images each.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from lantern_hpu.commands.options import (
     Parser,
     add_device_options,
     add_fields,
-    add_short_forms,
     from_args,
     given_fields,
 )
@@ -39,7 +38,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser = Parser("lantern-hpu tune", description=about)
     add_fields(parser, TuneOptions)
     add_fields(parser, PartOverrides, "drafter", "text_encoder")
-    add_short_forms(parser)
     add_device_options(parser)
     add_fields(parser, DeviceOptions, "quantize")
     parser.only_keys("text_encoder")
@@ -49,9 +47,8 @@ def make_parser() -> argparse.ArgumentParser:
 def tune_options(args: argparse.Namespace, **usual: int) -> TuneOptions:
     """What was given, else what is `usual`."""
     given = given_fields(TuneOptions, args)
-    method = given.get("method", TuneOptions.method)
-    setting = Setting.of(method, args.relax, args.tree, args.window)
-    return TuneOptions(**{**usual, **given, "method": str(setting)})
+    method = str(Setting.parse(given.get("method", TuneOptions.method)))
+    return TuneOptions(**{**usual, **given, "method": method})
 
 
 def tune_trees(args: argparse.Namespace, argv: Sequence[str]) -> None:

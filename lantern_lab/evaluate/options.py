@@ -90,7 +90,7 @@ class EvaluateRequest:
             raise OptionError(words(Arg("export"), "needs the prompts of a benchmark"), hint=hint)
         tuned = any(setting.tree == AUTO for setting in self.settings)
         if self.workers is not None and (self.places or tuned):
-            what = words(Arg("workers"), "excludes", Arg("places"), "and", Arg("tree", AUTO))
+            what = words(Arg("workers"), "excludes", Arg("places"), "and tuned trees")
             hint = words(
                 "the same command without", Arg("workers"), "continues with what was drawn"
             )

@@ -31,8 +31,8 @@ GRAPHS = "eager,auto"
 USUAL = {"methods": ",".join(METHODS), "batch_sizes": "1,8"}
 # The same of a large model where arithmetic is scarce: an image takes long, small trees and windows can pay
 LARGE = {
-    "methods": ",".join(METHODS),
-    "trees": f"{SMALL_TREE},chain,{SMALL_DYNAMIC},jacobi:2,scd:2,scd:5,scd:8,sjd-pac:2:2x1,sjd-pac:4:2x1",
+    "methods": f"ar,eagle@{SMALL_TREE},eagle@chain,eagle2@{SMALL_DYNAMIC},lantern@{SMALL_DYNAMIC},"
+    f"lantern++@{SMALL_TREE},lantern++@chain,jacobi@2,scd@2,scd@5,scd@8,sjd-pac@2:2x1,sjd-pac@4:2x1",
     "batch_sizes": "1",
     "images": "1",
 }
@@ -121,9 +121,7 @@ def cases_of(pipeline: LanternPipeline, wanted: BenchRequest, modes: Sequence[st
             key = (chosen.method, rule, chosen.tree.name, batch)
             # The tuned tree may be a named one that is asked for as well.
             if result.setdefault(key, chosen) != chosen:
-                what = words(
-                    Arg("tree"), f"has two different ones of the name {chosen.tree.name!r}"
-                )
+                what = f"two different trees have the name {chosen.tree.name!r}"
                 raise OptionError(what, "rows are identified by the names of trees")
     return [Case(setting, mode, batch) for mode in modes for (*_, batch), setting in result.items()]
 

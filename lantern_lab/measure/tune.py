@@ -162,8 +162,8 @@ def fastest_command(tuning: Tuning, situation: Mapping[str, Any], given: Mapping
     names = ("model", "device", "dtype", "quantize", "graphs", "drafter")
     usual = (None, "auto", "builtin")
     args = [Arg(name, given[name]) for name in names if given.get(name) not in usual]
-    method = "ar" if tuning.ar_wins else situation["method"]
-    args += [Arg("method", method), *([] if tuning.ar_wins else [Arg("tree", AUTO)])]
+    method = "ar" if tuning.ar_wins else f"{situation['method']}@{AUTO}"
+    args.append(Arg("method", method))
     size = int(situation["batch_size"])
     args += [Arg("num_images", size)] if size > 1 else []
     return shell("generate", *args, Arg("prompt", "a red apple"))

@@ -141,7 +141,7 @@ def methods() -> Iterator[str]:
         rows.append((f"`{name}`", method.about, needs, lossless, relaxes))
     head = ("method", "what it does", "needs", "lossless by default", "can be relaxed")
     yield table(head, rows)
-    yield "\n## Presets of `--relax`\n"
+    yield "\n## Published relaxations\n"
     presets = [(f"`{n}`", r.rule, f"`{json.dumps(r.as_json())}`") for n, r in PRESETS.items()]
     yield table(("preset", "rule", "values"), presets)
     yield "\n## Draft trees\n"
