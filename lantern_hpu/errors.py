@@ -30,8 +30,6 @@ RENAMED = {
 }
 # Parts of a setting that had arguments of their own, by the mark in front of them in `method`
 PARTS = {"relax": ":", "tree": "@", "window": "@"}
-# Arguments of Python that have another name than elsewhere
-PYTHON_NAMES = {"cfg_scale": "guidance_scale", "num_images": "num_images_per_prompt"}
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,7 @@ def spelled(text: str | Arg, spell: Callable[[Arg], str]) -> str:
 
 def as_keyword(arg: Arg) -> str:
     """In Python: `guidance_scale=0`, `relax="lambda-5"`."""
-    name = PYTHON_NAMES.get(arg.name, arg.name)
+    name = arg.name
     if arg.value is None:
         return name
     value = f'"{arg.value}"' if isinstance(arg.value, str) else str(arg.value)

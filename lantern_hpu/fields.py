@@ -1,26 +1,26 @@
 """What may be asked of an image, each argument declared once: its type, default, range, help and names.
 
-`ImageParams` is the table. From a line of it come a keyword argument of `LanternPipeline`'s call, an option of
+`IMAGE_PARAMS` is the table. From a line of it come a keyword argument of `LanternPipeline`'s call, an option of
 `lantern-hpu generate`, a field of a request over HTTP, and a row of docs/reference/generated/image-parameters.md.
 Needs no torch.
 """
 
+from __future__ import annotations
+
 import dataclasses
-import inspect
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from numbers import Integral, Real
-from typing import Annotated, Any, Literal, TypedDict, TypeVar, get_type_hints
+from typing import Any, Literal, get_type_hints
 
-from lantern_hpu.errors import PYTHON_NAMES, require
-
-F = TypeVar("F", bound=Callable[..., Any])
+from lantern_hpu.errors import require
 
 UNSAID = (None, dataclasses.MISSING, (), "", False)  # defaults that a help does not name
 MAX_SEED = 2**63 - 1
 RANDOM = -1  # as a seed
 MAX_IMAGES = 100_000  # of one run, each with a request of its own
+Surface = Literal["command", "python", "http"]
 MOST = 10**9  # of what has no largest meaningful value: int32 and products in float32 hold it
 
 
@@ -29,18 +29,20 @@ class Param:
     """An argument.
 
     Attributes:
+        name: with underscores, of its option.
         kind: of its value as text or JSON.
         default: None leaves it to the model or the method.
         low, high: the least and the largest value. marks: what a value at an end of the range means.
         zero: what 0 means, where it is allowed below `low`.
         metavar: of its value in the help of a command.
         group: of the options that it is listed with.
-        name: with underscores; of `ImageParams`, filled in by `IMAGE_PARAMS`.
-        http: its name over HTTP; "" if it has none there.
+        python: its name in Python, if it has another one there.
+        http: its name over HTTP, if it has another one; "" if it has none.
         positional: it is given by its place on a command line, without a name.
         several: in Python a list has one value for each prompt, or for each image.
     """
 
+    name: str
     kind: Any
     help: str
     default: Any = None
@@ -50,25 +52,21 @@ class Param:
     zero: str = ""
     metavar: str | None = None
     group: str = "what to draw"
-    name: str = ""
+    python: str = ""
     http: str | None = None
     positional: bool = False
     several: bool = False
 
     @property
-    def field(self) -> str:
-        """Its name over HTTP; empty if it has none."""
-        return self.name if self.http is None else self.http
-
-    @property
-    def python(self) -> str:
-        """Its name in Python."""
-        return PYTHON_NAMES.get(self.name, self.name)
-
-    @property
     def option(self) -> str:
         """Its name on a command line: `--cfg-scale`."""
         return "--" + self.name.replace("_", "-")
+
+    def name_for(self, surface: Surface) -> str:
+        """What a surface calls it; empty where it has none."""
+        if surface == "python":
+            return self.python or self.name
+        return self.name if surface == "command" or self.http is None else self.http
 
     @property
     def range(self) -> str:
@@ -77,8 +75,8 @@ class Param:
             return "" if self.high is None else f"at most {self.high:g}"
         if self.zero:
             return f"0 ({self.zero}), or {self.low:g} to {self.high:g}"
-        words = [self.marked(self.low), self.marked(self.high or 0)]
-        return f"{words[0]} or more" if self.high is None else f"{words[0]} to {words[1]}"
+        least = self.marked(self.low)
+        return f"{least} or more" if self.high is None else f"{least} to {self.marked(self.high)}"
 
     def marked(self, end: float) -> str:
         number = str(end) if isinstance(end, int) else f"{end:g}"
@@ -91,8 +89,8 @@ class Param:
         details += [] if self.default in UNSAID else [str(self.default)]
         return f"{self.help} ({'; '.join(details)})" if details else self.help
 
-    def check(self, value: object) -> None:
-        """Raise an OptionError for what is not a number where one is needed, or out of range."""
+    def check(self, value: object, name: str = "") -> None:
+        """Raise an OptionError for what is not a number where one is needed, or out of range; it says `name`."""
         if self.zero and value == 0:
             return
         fits = is_number(value, self.kind)
@@ -101,7 +99,8 @@ class Param:
             allowed = f"a whole number, {self.range}" if self.range else "a whole number"
         fits = fits and (self.low is None or value >= self.low)  # type: ignore[operator]
         fits = fits and (self.high is None or value <= self.high)  # type: ignore[operator]
-        require(fits, self.name, repr(value) if isinstance(value, str) else value, allowed)
+        shown = repr(value) if isinstance(value, str) else value
+        require(fits, name or self.name, shown, allowed)
 
 
 def is_number(value: object, kind: object) -> bool:
@@ -117,6 +116,139 @@ def plain_number(value: Any) -> Any:
     return int(value) if isinstance(value, Integral) else float(value)
 
 
+# ------------------------------------------------------------------------------------------ of an image
+
+SAMPLING = "sampling (default: the model's own)"
+_PARAMS = [
+    Param(
+        "negative_prompt",
+        str,
+        "negative prompt, for models that support one (Emu3)",
+        metavar="TEXT",
+        several=True,
+    ),
+    Param(
+        "num_images",
+        int,
+        "images per prompt",
+        1,
+        low=1,
+        high=MAX_IMAGES,
+        python="num_images_per_prompt",
+        http="n",
+    ),
+    Param(
+        "height",
+        int,
+        "height in pixels, for models with variable sizes; without a width a square (model default)",
+        low=1,
+        metavar="PIXELS",
+        http="",
+    ),
+    Param(
+        "width", int, "width in pixels; without a height a square", low=1, metavar="PIXELS", http=""
+    ),
+    Param(
+        "seed",
+        int,
+        "seed of the first image; image i uses seed + i",
+        low=RANDOM,
+        high=MAX_SEED,
+        marks={RANDOM: "random"},
+        several=True,
+    ),
+    Param(
+        "method",
+        str,
+        "decoding method, or a setting METHOD[:RELAXATION][@TREE]",
+        "auto",
+        group="method",
+    ),
+    Param(
+        "cfg_scale",
+        float,
+        "classifier-free guidance scale; 1 turns it off",
+        low=1,
+        high=100,
+        marks={1: "off"},
+        group=SAMPLING,
+        python="guidance_scale",
+    ),
+    # Below 0.01 float32 would overflow on the way to what greedy says exactly
+    Param(
+        "temperature",
+        float,
+        "sampling temperature",
+        low=0.01,
+        high=10,
+        zero="greedy",
+        group=SAMPLING,
+    ),
+    Param(
+        "top_k",
+        int,
+        "sample from the K most probable tokens; 0 turns it off",
+        low=0,
+        high=MOST,
+        marks={0: "off"},
+        group=SAMPLING,
+    ),
+    # Less than 1e-6 may be 0 in float32, which leaves no token
+    Param(
+        "top_p",
+        float,
+        "nucleus sampling: smallest set of tokens with this probability; 1 turns it off",
+        low=1e-6,
+        high=1,
+        marks={1: "off"},
+        group=SAMPLING,
+    ),
+    Param(
+        "batch_size",
+        int,
+        "images per batch; it does not change the images (at most 8 if not set)",
+        low=1,
+        group="how it runs",
+        http="",
+    ),
+]
+IMAGE_PARAMS = {param.name: param for param in _PARAMS}
+
+
+def given_params(given: Mapping[str, Any], surface: Surface) -> dict[str, Any]:
+    """The arguments that were given and are not None, by the names of their options.
+
+    Args:
+        surface: whose names `given` has, and errors say.
+
+    Raises:
+        OptionError: a number is out of range.
+    """
+    result = {}
+    for param in IMAGE_PARAMS.values():
+        name = param.name_for(surface)
+        value = given.get(name)
+        if value is None:
+            continue
+        if not (param.several and isinstance(value, list | tuple)):
+            param.check(value, name)
+            if param.name == "seed" and value == RANDOM:
+                value = secrets.randbelow(1 << 53)  # which every reader of JSON holds exactly
+        result[param.name] = plain_number(value)
+    return result
+
+
+def check_seed(seed: int) -> None:
+    """Raise an OptionError for what is no seed of an image: a random one was drawn before."""
+    replace(IMAGE_PARAMS["seed"], low=0, marks={}).check(seed)
+
+
+def only(kind: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the arguments that are fields of a dataclass."""
+    names = [part.name for part in fields(kind)]
+    return {name: value for name, value in given.items() if name in names}
+
+
 # ----------------------------------------------------------------------------------- fields of dataclasses
 
 
@@ -129,7 +261,13 @@ def option(default: Any, help: str, *, name: str = "", **more: Any) -> Any:
         default: `dataclasses.MISSING` where it must be given.
         name: with underscores, if it is not the field's. more: further attributes of its `Param`.
     """
-    param = Param(Any, help, default, name=name, **more)
+    param = Param(name, Any, help, default, **more)
+    return dataclasses.field(default=default, metadata={"param": param})
+
+
+def declared(name: str, default: Any) -> Any:
+    """A dataclass field that is an argument of the table, with a default of its own; `check_ranges` holds it."""
+    param = replace(IMAGE_PARAMS[name], default=default)
     return dataclasses.field(default=default, metadata={"param": param})
 
 
@@ -156,182 +294,4 @@ def check_ranges(values: Any) -> None:
         value = getattr(values, part.name)
         param = part.metadata.get("param")
         if param is not None and (value is not None or type(part.default) in (int, float)):
-            replace(param, name=argument_name(part), kind=type(part.default)).check(value)
-
-
-# ------------------------------------------------------------------------------------------ of an image
-
-SAMPLING = "sampling (default: the model's own)"
-METHOD = "method"
-
-
-class ImageParams(TypedDict, total=False):
-    """What a call, a command and a request may say of the images to generate, besides their prompts."""
-
-    negative_prompt: Annotated[
-        "str | Sequence[str] | None",
-        Param(
-            str,
-            "negative prompt, for models that support one (Emu3)",
-            metavar="TEXT",
-            several=True,
-        ),
-    ]
-    num_images_per_prompt: Annotated[
-        int, Param(int, "images per prompt", 1, low=1, high=MAX_IMAGES, http="n")
-    ]
-    height: Annotated[
-        "int | None",
-        Param(
-            int,
-            "height in pixels, for models with variable sizes; without a width a square (model default)",
-            low=1,
-            metavar="PIXELS",
-            http="",
-        ),
-    ]
-    width: Annotated[
-        "int | None",
-        Param(int, "width in pixels; without a height a square", low=1, metavar="PIXELS", http=""),
-    ]
-    seed: Annotated[
-        "int | Sequence[int] | None",
-        Param(
-            int,
-            "seed of the first image; image i uses seed + i",
-            low=RANDOM,
-            high=MAX_SEED,
-            marks={RANDOM: "random"},
-            several=True,
-        ),
-    ]
-    method: Annotated[
-        "str | Any",  # or a `methods.setting.Setting`
-        Param(
-            str, "decoding method, or a setting METHOD[:RELAXATION][@TREE]", "auto", group=METHOD
-        ),
-    ]
-    guidance_scale: Annotated[
-        "float | None",
-        Param(
-            float,
-            "classifier-free guidance scale; 1 turns it off",
-            low=1,
-            high=100,
-            marks={1: "off"},
-            group=SAMPLING,
-        ),
-    ]
-    temperature: Annotated[
-        "float | None",
-        Param(
-            float,
-            "sampling temperature",
-            low=0.01,  # below, float32 would overflow on the way to what greedy says exactly
-            high=10,
-            zero="greedy",
-            group=SAMPLING,
-        ),
-    ]
-    top_k: Annotated[
-        "int | None",
-        Param(
-            int,
-            "sample from the K most probable tokens; 0 turns it off",
-            low=0,
-            high=MOST,
-            marks={0: "off"},
-            group=SAMPLING,
-        ),
-    ]
-    top_p: Annotated[
-        "float | None",
-        Param(
-            float,
-            "nucleus sampling: smallest set of tokens with this probability; 1 turns it off",
-            low=1e-6,  # less may be 0 in float32, which leaves no token
-            high=1,
-            marks={1: "off"},
-            group=SAMPLING,
-        ),
-    ]
-    batch_size: Annotated[
-        "int | None",
-        Param(
-            int,
-            "images per batch; it does not change the images (at most 8 if not set)",
-            low=1,
-            group="how it runs",
-            http="",
-        ),
-    ]
-
-
-def _image_params() -> dict[str, Param]:
-    names = {python: name for name, python in PYTHON_NAMES.items()}
-    params = {}
-    for python, hint in ImageParams.__annotations__.items():
-        name = names.get(python, python)
-        params[name] = replace(hint.__metadata__[0], name=name)
-    return params
-
-
-IMAGE_PARAMS = _image_params()  # by name
-
-
-def declared(name: str, default: Any) -> Any:
-    """A dataclass field that is an argument of the table, with a default of its own; `check_ranges` holds it."""
-    param = replace(IMAGE_PARAMS[name], default=default)
-    return dataclasses.field(default=default, metadata={"param": param})
-
-
-Surface = Literal["name", "python", "field"]  # whose names: of options, of Python, of HTTP
-
-
-def given_params(params: Mapping[str, Any], surface: Surface) -> dict[str, Any]:
-    """The arguments that were given and are not None, by their names in the table.
-
-    Raises:
-        OptionError: a number is out of range.
-    """
-    given = {}
-    for param in IMAGE_PARAMS.values():
-        value = params.get(getattr(param, surface))
-        if value is None:
-            continue
-        if not (param.several and isinstance(value, list | tuple)):
-            param.check(value)
-            if param.name == "seed" and value == RANDOM:
-                value = secrets.randbelow(1 << 53)  # which every reader of JSON holds exactly
-        given[param.name] = plain_number(value)
-    return given
-
-
-def check_seed(seed: int) -> None:
-    """Raise an OptionError for what is no seed of an image: a random one was drawn before."""
-    replace(IMAGE_PARAMS["seed"], low=0, marks={}).check(seed)
-
-
-def only(kind: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the arguments that are fields of a dataclass."""
-    names = [part.name for part in fields(kind)]
-    return {name: value for name, value in given.items() if name in names}
-
-
-def takes_image_params(call: F) -> F:
-    """A function whose `**params` are `ImageParams`: its signature and its docstring name each of them."""
-    signature = inspect.signature(call)
-    own = list(signature.parameters.values())
-    places = [one for one in own if one.kind is one.POSITIONAL_OR_KEYWORD]
-    names = [one for one in own if one.kind is one.KEYWORD_ONLY]
-    table = []
-    for param in IMAGE_PARAMS.values():
-        hint = ImageParams.__annotations__[param.python].__origin__
-        kind = inspect.Parameter.KEYWORD_ONLY
-        listed = inspect.Parameter(param.python, kind, default=param.default)
-        table.append(listed.replace(annotation=getattr(hint, "__forward_arg__", hint)))
-    whole = signature.replace(parameters=[*places, *table, *names])
-    call.__signature__ = whole  # type: ignore[attr-defined]
-    lines = [f"{param.python}: {param.about}." for param in IMAGE_PARAMS.values()]
-    call.__doc__ = inspect.cleandoc(call.__doc__ or "").replace("{params}", "\n    ".join(lines))
-    return call
+            replace(param, kind=type(part.default)).check(value, argument_name(part))

@@ -10,7 +10,7 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -33,21 +33,18 @@ from lantern_hpu.errors import (
     require,
     words,
 )
-from lantern_hpu.fields import MAX_IMAGES, ImageParams, given_params, only, takes_image_params
+from lantern_hpu.fields import MAX_IMAGES, given_params, only
 from lantern_hpu.files import write_file
 from lantern_hpu.generator import ImageGenerator
 from lantern_hpu.loading import Check, device_name, load_model, write_folder
 from lantern_hpu.methods.request import per_prompt, prompts_of, seeds_of
-from lantern_hpu.methods.setting import AUTO
+from lantern_hpu.methods.setting import AUTO, Setting
 from lantern_hpu.models.files.names import PartOverrides
 from lantern_hpu.models.pictures import DiffusionPixels
 from lantern_hpu.models.text.frames import check_sources
 from lantern_hpu.results.images import GenerationResult, OutputType
 from lantern_hpu.results.progress import Bar
 from lantern_hpu.results.sources import sources_of
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 Source = str | Path | Image.Image  # of a picture
 Sources = Source | Sequence[Source] | Sequence[Sequence[Source]]
@@ -230,23 +227,41 @@ class LanternPipeline(ImageGenerator):
         self.bar_options = {"disable": None} | options
 
     @nearest_keyword
-    @takes_image_params
     def __call__(
         self,
         prompt: str | Sequence[str] | None = None,
         *,
+        negative_prompt: str | Sequence[str] | None = None,
+        num_images_per_prompt: int = 1,
+        height: int | None = None,
+        width: int | None = None,
+        seed: int | Sequence[int] | None = None,
+        method: str | Setting = AUTO,
+        guidance_scale: float | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        batch_size: int | None = None,
         image: Sources | None = None,
         generator: torch.Generator | Sequence[torch.Generator] | None = None,
         output_type: OutputType = "pil",
         callback_on_step_end: StepEnd | None = None,
         return_dict: bool = True,
         keep_invalid: bool = False,
-        **params: Unpack[ImageParams],
     ) -> GenerationResult:
         """Draw `num_images_per_prompt` images of each prompt.
 
         Args:
-            {params}
+            negative_prompt: for models that read one (Emu3).
+            num_images_per_prompt: up to 100,000 in all.
+            height, width: in pixels, for models with variable sizes; one alone is a square.
+            seed: of the first image, up to 2^63 - 1; image i uses seed + i; -1 is random.
+            method: a decoding method, or a setting METHOD[:RELAXATION][@TREE]: "scd@8", "lantern++:lambda=5:k=10".
+            guidance_scale: classifier-free guidance, 1 (off) to 100.
+            temperature: 0 (greedy), or 0.01 to 10.
+            top_k: sample from so many of the most probable tokens; 0 turns it off.
+            top_p: sample from the most probable tokens of this probability, 1e-06 to 1 (off).
+            batch_size: images decoded together, at most 8 if not set; it does not change the images.
             image: a picture to draw from, of PIL or the path of one, for models that read some; a list is several
                 sources of one image, and a list of lists has those of each prompt.
             generator: its initial seed in place of `seed`; of a list, one for each image.
@@ -264,24 +279,19 @@ class LanternPipeline(ImageGenerator):
             LanternError: an option is out of range.
             InvalidImageError: images hold NaN or infinite numbers; `result` has the others.
         """
-        asked = given_params(params, "python")
+        asked = given_params(locals(), "python")
         each = asked.get("num_images", 1)
+        together = asked.get("batch_size")
         kinds = get_args(OutputType)
         require(output_type in kinds, "output_type", output_type, choices(kinds))
         prompts = prompts_of(prompt)
-        negatives = per_prompt("negative_prompt", asked.get("negative_prompt"), len(prompts))
+        negatives = per_prompt("negative_prompt", negative_prompt, len(prompts))
         count = len(prompts) * each
-        require(
-            count <= MAX_IMAGES,
-            words(Arg("num_images"), "of one call"),
-            count,
-            f"at most {MAX_IMAGES}",
-        )
+        of_one_call = words(Arg("num_images_per_prompt"), "of one call")
+        require(count <= MAX_IMAGES, of_one_call, count, f"at most {MAX_IMAGES}")
         sampling = replace(self.model.sampling, **only(Sampling, asked))
-        setting = self.resolve(
-            asked.get("method", AUTO), batch_size_for(count, asked.get("batch_size"))
-        )
-        size = size_of(asked.get("height"), asked.get("width"))
+        setting = self.resolve(method or AUTO, batch_size_for(count, together))
+        size = size_of(height, width)
         sources = sources_of(image, len(prompts))
         check_sources(self.model.config, self.model.name, len(sources[0]))
         seeds = iter(seeds_of(asked.get("seed"), generator, count))
@@ -303,7 +313,7 @@ class LanternPipeline(ImageGenerator):
             outer, self._interrupt = self._interrupt, False  # of a call whose callback calls
             try:
                 draw = partial(self.draw, decode=output_type != "tokens", keep_invalid=keep_invalid)
-                result = draw(requests, setting, asked.get("batch_size"), show)
+                result = draw(requests, setting, together, show)
             except InvalidImageError as error:
                 error.result.output_type = output_type
                 raise

@@ -45,7 +45,7 @@ from lantern_hpu.methods.setting import (
 from lantern_hpu.tree import NAMED, DynamicTree, Tree, Window, load_tree
 
 OUT_OF_RANGE: list[tuple[Callable[..., Any], str, list[float], str, str]] = [
-    (Sampling, "cfg_scale", [0.9, 101, math.nan], "guidance_scale", "1 (off) to 100"),
+    (Sampling, "cfg_scale", [0.9, 101, math.nan], "cfg_scale", "1 (off) to 100"),
     (Sampling, "temperature", [-0.1, 10.5], "temperature", "0 (greedy), or 0.01 to 10"),
     (Sampling, "top_k", [-1], "top_k", "0 (off) to 1000000000"),
     (Sampling, "top_p", [0.0, 1.1], "top_p", "1e-06 to 1 (off)"),

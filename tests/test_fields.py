@@ -18,8 +18,8 @@ from pydantic import ValidationError
 from lantern_hpu import LanternPipeline, Sampling
 from lantern_hpu.cli import COMMANDS, OF_MODELS, module_of
 from lantern_hpu.commands import generate
-from lantern_hpu.errors import PYTHON_NAMES, Arg, LanternError, OptionError, as_option, words
-from lantern_hpu.fields import IMAGE_PARAMS, MAX_SEED, MOST, ImageParams, given_params
+from lantern_hpu.errors import Arg, LanternError, OptionError, as_option, words
+from lantern_hpu.fields import IMAGE_PARAMS, MAX_SEED, MOST, given_params
 from lantern_hpu.methods.relaxation import Multiplicative
 from lantern_hpu.serve.decoder import make_served_model
 from lantern_hpu.serve.options import ServeOptions
@@ -78,10 +78,11 @@ def test_a_command_refuses_in_its_options(
 
 @each_bad_value
 def test_a_call_refuses_in_its_arguments(name: str, value: Any, pipeline: LanternPipeline) -> None:
+    python = IMAGE_PARAMS[name].name_for("python")
     with pytest.raises(LanternError) as caught:
-        pipeline("cat", **{IMAGE_PARAMS[name].python: value})
+        pipeline("cat", **{python: value})
     shown = str(caught.value)
-    assert caught.value.field in (name, "height" if name == "width" else ""), shown
+    assert caught.value.field in (python, "height" if name == "width" else ""), shown
     assert "--" not in shown and not re.search(r"\bcfg_scale|\bnum_images\b", shown), shown
 
 
@@ -127,7 +128,7 @@ def refusal(body: dict[str, Any], served: ServedModel) -> ApiError | None:
 
 @each_bad_value
 def test_a_request_refuses_in_its_fields(name: str, value: Any, served: ServedModel) -> None:
-    field = IMAGE_PARAMS[name].field
+    field = IMAGE_PARAMS[name].name_for("http")
     if not field:
         pytest.skip("no field of a request")
     refused = refusal({"prompt": "cat", field: value}, served)
@@ -165,7 +166,7 @@ def test_a_call_refuses_what_python_alone_can_give(
 
 def test_numbers_of_numpy_are_pythons_in_a_request() -> None:
     given = {"seed": np.int64(3), "cfg_scale": np.float32(2), "top_k": np.int64(5), "height": 8}
-    assert {type(value) for value in given_params(given, "name").values()} == {int, float}
+    assert {type(value) for value in given_params(given, "command").values()} == {int, float}
 
 
 def test_the_schema_of_a_request_has_the_ranges() -> None:
@@ -179,7 +180,7 @@ def test_the_schema_of_a_request_has_the_ranges() -> None:
 
 
 # Arguments of Python alone, and of functions that no option reaches
-NO_OPTION = {"output_type", "torch_dtype", "emulate", "seeds"}
+NO_OPTION = {"output_type", "num_images_per_prompt", "torch_dtype", "emulate", "seeds"}
 
 
 def test_every_argument_that_an_error_names_is_an_option() -> None:
@@ -215,23 +216,20 @@ def test_every_surface_has_every_argument() -> None:
     page = "\n".join(image_parameters())
     for param in IMAGE_PARAMS.values():
         assert param.option in options
-        assert param.python in signature and f"{param.python}: " in about
-        assert not param.field or param.field in ImagesRequest.model_fields
-        assert f"`{param.option}`" in page and f"`{param.python}`" in page
-    assert [param.python for param in IMAGE_PARAMS.values()] == list(ImageParams.__annotations__)
-    assert set(PYTHON_NAMES) <= set(IMAGE_PARAMS)
+        python, http = param.name_for("python"), param.name_for("http")
+        assert signature[python].default == param.default
+        assert re.search(rf"\b{python}[,:] ", about)
+        assert not http or http in ImagesRequest.model_fields
+        assert f"`{param.option}`" in page and f"`{python}`" in page
     assert {part.name for part in fields(Sampling)} <= set(IMAGE_PARAMS)
 
 
 def test_each_surface_spells_an_argument_in_its_own_way() -> None:
     hint = words(Arg("method", "eagle"), ", or", Arg("num_images", 2))
-    error = OptionError(words(Arg("cfg_scale"), "is 0"), "it is too small", hint)
-    assert (
-        str(error)
-        == 'guidance_scale is 0: it is too small\n  try: method="eagle", or num_images_per_prompt=2'
-    )
+    error = OptionError(words(Arg("top_k"), "is 0"), "it is too small", hint)
+    assert str(error) == 'top_k is 0: it is too small\n  try: method="eagle", or num_images=2'
     assert error.text(as_option) == (
-        "--cfg-scale is 0: it is too small\n  try: --method eagle, or --num-images 2"
+        "--top-k is 0: it is too small\n  try: --method eagle, or --num-images 2"
     )
-    assert error.text(as_option, {"method"}.__contains__) == "--cfg-scale is 0: it is too small"
-    assert error.field == "cfg_scale"
+    assert error.text(as_option, {"method"}.__contains__) == "--top-k is 0: it is too small"
+    assert error.field == "top_k"

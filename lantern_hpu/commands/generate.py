@@ -189,7 +189,7 @@ def read_job(args: argparse.Namespace) -> GenerateJob:
     if args.resume and (args.force or args.grid or args.save_tokens or args.save_states):
         why = "it keeps the images that are there, and only their pixels"
         raise OptionError("--resume excludes --force, --grid, --save-tokens and --save-states", why)
-    asked = given_params(vars(args), "name")
+    asked = given_params(vars(args), "command")
     return job_of_png(args) if args.from_png else new_job(args, asked)
 
 

@@ -204,9 +204,9 @@ REQUEST_HELPS = {
 def fields_of_image() -> dict[str, Any]:
     """Those of `fields.IMAGE_PARAMS` that a body has no field for yet."""
     return {
-        param.field: (request_kind(param) | None, request_field(param))
+        name: (request_kind(param) | None, request_field(param))
         for param in IMAGE_PARAMS.values()
-        if param.field and param.field not in ImagesBody.model_fields
+        if (name := param.name_for("http")) and name not in ImagesBody.model_fields
     }
 
 
@@ -471,7 +471,7 @@ def read_call(
     try:
         if given.get("top_k", 0) > menu.vocabulary:
             raise refuse("top_k", given["top_k"], f"0 (off) to {menu.vocabulary}")
-        image = given_params({"seed": RANDOM} | given, "field")
+        image = given_params({"seed": RANDOM} | given, "http")
         sampling = replace(menu.sampling, **only(Sampling, image))
         setting = read_setting(given, served.setting, menu)
         seed = image["seed"]

@@ -61,8 +61,8 @@ def image_parameters() -> Iterator[str]:
     yield "The same on the command line, in Python and over HTTP, from one table: `lantern_hpu/fields.py`.\n"
     rows = []
     for param in IMAGE_PARAMS.values():
-        field = f"`{param.field}`" if param.field else ""
-        rows.append((f"`{param.option}`", f"`{param.python}`", field, param.about))
+        field = f"`{name}`" if (name := param.name_for("http")) else ""
+        rows.append((f"`{param.option}`", f"`{param.name_for('python')}`", field, param.about))
     yield table(("`generate`", "Python", "HTTP", "meaning"), rows)
 
 
