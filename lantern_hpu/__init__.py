@@ -12,6 +12,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lantern_hpu.files import VERSION as __version__
+
 if TYPE_CHECKING:
     from lantern_hpu.core import Event, ImageRecord, Request, Sampling
     from lantern_hpu.errors import LanternError
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
     from lantern_hpu.results.images import GenerationResult
     from lantern_hpu.tree import load_tree
 
-__version__ = "0.4.0"
 # Where each public name is defined; imported when it is first asked for
 _DEFINED_IN = {
     "LanternPipeline": "pipeline",

@@ -16,7 +16,6 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-import lantern_hpu
 from lantern_hpu.backends import DeviceOptions, DraftingDefaults
 from lantern_hpu.backends.base import DevicePlan, dtype_name, own_defaults
 from lantern_hpu.core import Event, ImageRecord, Request, RunStats, check_valid
@@ -25,6 +24,7 @@ from lantern_hpu.decode.engine import Engine, EngineCache, read_records, upload_
 from lantern_hpu.decode.pixels import codes_of, decode_codes, preview
 from lantern_hpu.decode.spec import Spec, batch_size_for
 from lantern_hpu.errors import Arg, InvalidImageError, OptionError
+from lantern_hpu.files import VERSION
 from lantern_hpu.methods.setting import (
     ResolveContext,
     Resolved,
@@ -60,6 +60,15 @@ class ImageGenerator:
         Args:
             fit: how the model runs on its device, as `options` ask. given: parts in place of the model's own.
         """
+        self.lock = threading.RLock()
+        # Set by a callback, as in diffusers: the run ends with the images that are done
+        self._interrupt = False
+        self.hold(model, fit, options, given)
+
+    def hold(
+        self, model: ImageModel, fit: DevicePlan, options: DeviceOptions, given: PartOverrides
+    ) -> None:
+        """Draw with this model from now on."""
         self.model = model
         self.fit = fit
         self.backend = fit.backend
@@ -67,10 +76,7 @@ class ImageGenerator:
         self.given = given
         self.load_seconds = 0.0
         self.engines = EngineCache(model, fit)
-        self.lock = threading.RLock()
         self.diffusion: DiffusionPixels | None = None  # makes pictures where no tokenizer does
-        # Set by a callback, as in diffusers: the run ends with the images that are done
-        self._interrupt = False
 
     def close(self) -> None:
         """Give the device's memory back."""
@@ -384,7 +390,7 @@ def describe_environment(fit: DevicePlan, setting: Resolved | None) -> dict[str,
     if setting is not None and setting.why:
         decided["method"] = f"{setting}: {setting.why}"
     return {
-        "lantern_hpu": lantern_hpu.__version__,
+        "lantern_hpu": VERSION,
         "python": platform.python_version(),
         **fit.backend.describe(),
         "decided": decided,

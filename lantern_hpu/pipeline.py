@@ -217,9 +217,10 @@ class LanternPipeline(ImageGenerator):
                 hint = "end that run first, or another from_pretrained"
                 raise OptionError("the model cannot be loaded again", why, hint)
             other = type(self).load(self.model.source, options, given, pictures)
-            kept = {"bar_options": self.bar_options, "lock": self.lock}
             self.close()
-            self.__dict__.update(vars(other) | kept)
+            self.hold(other.model, other.fit, other.options, other.given)
+            self.diffusion = other.diffusion
+            self.load_seconds = other.load_seconds
         return self
 
     def set_progress_bar_config(self, **options: Any) -> None:
