@@ -331,22 +331,28 @@ class ImageGenerator:
 
     def describe(self, setting: Resolved) -> dict[str, Any]:
         """What all images of a run share; with an image's own sampling and relaxation it draws the image again."""
-        return {
-            "model": self.model.source,
-            "parts": {name: value for name, value in asdict(self.given).items() if value},
-            "weights": self.model.files,
-            **setting.as_json(),
-            "dtype": dtype_name(self.model.target.dtype),
-            "quantize": self.model.quantize,
-            "layout": self.fit.layout,
-            "kernels": self.options.kernels,
-            "device": self.backend.name,
-            "graphs": self.fit.graphs,
-        }
+        return describe_run(self, setting)
 
     def environment(self, setting: Resolved | None = None) -> dict[str, Any]:
         """What images depend on besides their settings."""
         return describe_environment(self.fit, setting)
+
+
+def describe_run(generator: ImageGenerator, setting: Resolved) -> dict[str, Any]:
+    """Model, weights, device and setting, by the names of PNG files and reports."""
+    model = generator.model
+    return {
+        "model": model.source,
+        "parts": {name: value for name, value in asdict(generator.given).items() if value},
+        "weights": model.files,
+        **setting.as_json(),
+        "dtype": dtype_name(model.target.dtype),
+        "quantize": model.quantize,
+        "layout": generator.fit.layout,
+        "kernels": generator.options.kernels,
+        "device": generator.backend.name,
+        "graphs": generator.fit.graphs,
+    }
 
 
 def tuning_situation(generator: ImageGenerator, method: str, size: int) -> dict[str, Any]:

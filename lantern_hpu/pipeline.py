@@ -253,14 +253,12 @@ class LanternPipeline(ImageGenerator):
         """Draw `num_images_per_prompt` images of each prompt.
 
         Args:
-            negative_prompt: for models that read one (Emu3).
-            num_images_per_prompt: up to 100,000 in all.
+            negative_prompt: for models that read one (Emu3). num_images_per_prompt: up to 100,000 in all.
             height, width: in pixels, for models with variable sizes; one alone is a square.
             seed: of the first image, up to 2^63 - 1; image i uses seed + i; -1 is random.
             method: a decoding method, or a setting METHOD[:RELAXATION][@TREE]: "scd@8", "lantern++:lambda=5:k=10".
             guidance_scale: classifier-free guidance, 1 (off) to 100.
-            temperature: 0 (greedy), or 0.01 to 10.
-            top_k: sample from so many of the most probable tokens; 0 turns it off.
+            temperature: 0 (greedy), or 0.01 to 10. top_k: sample from so many of the most probable tokens; 0 is off.
             top_p: sample from the most probable tokens of this probability, 1e-06 to 1 (off).
             batch_size: images decoded together, at most 8 if not set; it does not change the images.
             image: a picture to draw from, of PIL or the path of one, for models that read some; a list is several
@@ -352,16 +350,22 @@ class LanternPipeline(ImageGenerator):
             LanternError: as from `hidden_states`, an image was drawn from pictures, or the file is there or cannot be
                 written.
         """
-        if any(record.request.sources for record in result.records):
-            why = "states are of a prompt of words alone"
-            raise OptionError("images drawn from pictures have no states to save", why)
-        tensors, images = dict[str, Tensor](), []
-        for number, record in enumerate(result.records):
-            size = record.request.size or (None, None)
-            ids, states = self.hidden_states(record.prompt, record.token_ids, *size)
-            tensors |= {f"{number}.input_ids": ids, f"{number}.hidden_states": states}
-            about = {"prompt": record.prompt, "seed": record.seed, "grid": result.code_grid}
-            images.append(about | {"tokens": len(record.token_ids)})
-        metadata = {"model": self.model.name, "fingerprint": self.model.fingerprint}
-        content = save(tensors, metadata | {"images": json.dumps(images)})
-        write_file(Path(file), content, force)
+        write_file(Path(file), states_file(self, result), force)
+
+
+def states_file(pipeline: LanternPipeline, result: GenerationResult) -> bytes:
+    """The content of `save_states`."""
+    if any(record.request.sources for record in result.records):
+        why = "states are of a prompt of words alone"
+        raise OptionError("images drawn from pictures have no states to save", why)
+    tensors = dict[str, Tensor]()
+    images = []
+    for number, record in enumerate(result.records):
+        size = record.request.size or (None, None)
+        ids, states = pipeline.hidden_states(record.prompt, record.token_ids, *size)
+        tensors |= {f"{number}.input_ids": ids, f"{number}.hidden_states": states}
+        about = {"prompt": record.prompt, "seed": record.seed, "grid": result.code_grid}
+        images.append(about | {"tokens": len(record.token_ids)})
+    model = pipeline.model
+    metadata = {"model": model.name, "fingerprint": model.fingerprint}
+    return save(tensors, metadata | {"images": json.dumps(images)})
