@@ -21,6 +21,7 @@ import pytest
 
 import lantern_hpu
 from lantern_hpu import cli
+from lantern_hpu.commands.options import Parser
 from scripts.docs import reference_pages
 from scripts.house import PRODUCT, sources
 
@@ -182,7 +183,7 @@ INLINE = r"(?<!`)`((?:lantern-hpu [^`]+ --|python -m (?:scripts|lantern_\w+|test
 STARTS = re.compile(
     r"^(?:[A-Z_]+=\S+ )*(lantern-hpu|gaudi|python -m (?:lantern_hpu\.generate|(?:scripts|lantern_lab|tests)\.[\w.]+)) "
 )
-VARIABLES = {"$TREES": "ar,eagle@chain", "$card": "3", "${card}": "3"}  # that the pages set
+VARIABLES = {"$TREES": "--method ar,eagle@chain", "$card": "3", "${card}": "3"}  # that the pages set
 
 
 class ParsedError(Exception):
@@ -232,13 +233,15 @@ def test_published_files_that_a_page_compares_are_of_the_models_weights() -> Non
 def test_command_of_a_page_is_parsed(
     page: Path, given: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = argparse.ArgumentParser.parse_args
+    def patched(real: Any) -> Any:
+        def parse_args(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+            real(self, *args, **kwargs)
+            raise ParsedError
 
-    def parse_args(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
-        real(self, *args, **kwargs)
-        raise ParsedError
+        return parse_args
 
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
+    for kind in (argparse.ArgumentParser, Parser):
+        monkeypatch.setattr(kind, "parse_args", patched(kind.parse_args))
     name, *rest = given
     if "." not in name:
         assert name in cli.COMMANDS, page
