@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from lantern_hpu.errors import OptionError
 from lantern_hpu.methods.relaxation import EXACT, PRESETS, Multiplicative, parse
 from lantern_lab.commands import compare
-from lantern_lab.measure.compare import Run, differences, latency, load, main_table, names_of
+from lantern_lab.commands.compare import Run, differences, latency, load, main_table, names_of
 from lantern_lab.measure.plots import STYLE
 from lantern_lab.measure.reports import KIND, VERSION, check_report
 from lantern_lab.measure.rows import PARTS, SPEED, Row, in_numbers, relaxed_name, with_speeds

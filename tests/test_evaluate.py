@@ -14,7 +14,7 @@ import pytest
 from lantern_hpu.generator import ImageGenerator
 from lantern_lab.commands.evaluate import evaluate_request, main, make_parser
 from lantern_lab.evaluate import drawing
-from lantern_lab.evaluate.folder import read_picture
+from lantern_lab.evaluate.drawing import read_picture
 from tests.folder import config_file
 
 

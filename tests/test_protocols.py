@@ -21,11 +21,11 @@ from PIL import Image
 
 from lantern_hpu.errors import OptionError, WeightsError
 from lantern_lab.commands.evaluate import main
-from lantern_lab.evaluate import networks
+from lantern_lab.evaluate import scorer_published
+from lantern_lab.evaluate.drawing import pictures_in
 from lantern_lab.evaluate.evaluation import Evaluation
-from lantern_lab.evaluate.folder import pictures_in
 from lantern_lab.evaluate.metrics import Gaussian, frechet, inside
-from lantern_lab.evaluate.protocols import PRESETS, Library, PictureSource
+from lantern_lab.evaluate.options import PRESETS, Library, PictureSource
 from lantern_lab.evaluate.scorer_published import Reference, read_statistics
 from lantern_lab.evaluate.sets import Item, classes, coco, dpg, export, geneval, read_set
 from tests.folder import config_file
@@ -156,9 +156,9 @@ def test_t2i_compbench_gets_a_file_a_picture_named_by_its_prompt(tmp_path: Path)
 def test_lanterns_pictures_are_the_middle_square_at_256() -> None:
     image = Image.new("RGB", (400, 300), "red")
     image.paste("blue", (50, 0, 350, 300))
-    found = networks.cropped(image, PRESETS["lantern"])
+    found = scorer_published.cropped(image, PRESETS["lantern"])
     assert found.size == (256, 256) and found.getcolors() == [(256 * 256, (0, 0, 255))]
-    assert networks.cropped(image, PRESETS["sjd"]).size == (400, 300)
+    assert scorer_published.cropped(image, PRESETS["sjd"]).size == (400, 300)
 
 
 @pytest.mark.parametrize(("width", "left"), [(259, 2), (257, 0), (261, 2), (263, 4)])
@@ -166,14 +166,14 @@ def test_middle_square_is_that_of_torchvisions_crop(width: int, left: int) -> No
     """It rounds halves to even, so that sides that differ by 3 lose 2 pixels before and 1 behind."""
     image = Image.new("RGB", (width, 256))
     image.putpixel((left, 0), (255, 0, 0))
-    assert networks.cropped(image, PRESETS["lantern"]).getpixel((0, 0)) == (255, 0, 0)
+    assert scorer_published.cropped(image, PRESETS["lantern"]).getpixel((0, 0)) == (255, 0, 0)
 
 
 def test_clean_resizing_is_pillows_bicubic_within_rounding() -> None:
     """Away from black and white, where 8 bits cut off what lies between the filter's two passes."""
     pixels = np.random.default_rng(0).integers(80, 176, (64, 64, 3), dtype=np.uint8)
     image = Image.fromarray(pixels)
-    got = np.asarray(networks.cleanly(image, 299)).astype(int)
+    got = np.asarray(scorer_published.cleanly(image, 299)).astype(int)
     want = np.asarray(image.resize((299, 299), Image.Resampling.BICUBIC)).astype(int)
     assert np.abs(got - want).max() <= 1
 
@@ -299,9 +299,11 @@ def test_fid_agrees_with_torch_fidelity_on_the_same_folders(tmp_path: Path) -> N
         feature_extractor_weights_path=str(weights),
     )["frechet_inception_distance"]
     preset = PRESETS["sjd"]
-    network = networks.inception(weights, preset)
+    network = scorer_published.inception(weights, preset)
     rows = [
-        networks.rows_of(network, preset, sorted(f.glob("*.png")), [], "x", True)["inception"]
+        scorer_published.rows_of(network, preset, sorted(f.glob("*.png")), [], "x", True)[
+            "inception"
+        ]
         for f in folders
     ]
     got = frechet(Gaussian.of(rows[1]))(Gaussian.of(rows[0]))
@@ -335,12 +337,12 @@ def test_clip_score_agrees_with_a_direct_computation(tmp_path: Path, preset: str
     folder, chosen = tiny_clip(tmp_path / "clip"), PRESETS[preset]
     files = sorted(random_pictures(tmp_path / "pictures", 18, 0).glob("*.png"))
     captions = [f"cat {'abcdefghijklmnopqr'[i]}" for i in range(18)]
-    network = networks.clip(folder, chosen)
-    got = networks.rows_of(network, chosen, files, captions, "x", True)["clip"]
+    network = scorer_published.clip(folder, chosen)
+    got = scorer_published.rows_of(network, chosen, files, captions, "x", True)["clip"]
     model = transformers.CLIPModel.from_pretrained(folder).eval()
     processor = transformers.CLIPProcessor.from_pretrained(folder)
     for i in (0, 17):
-        picture = networks.cropped(Image.open(files[i]).convert("RGB"), chosen)
+        picture = scorer_published.cropped(Image.open(files[i]).convert("RGB"), chosen)
         given = processor(text=[chosen.prefix + captions[i]], images=picture, return_tensors="pt")
         with torch.no_grad():
             seen = model.vision_model(given["pixel_values"]).pooler_output
@@ -359,9 +361,9 @@ def test_missing_weights_are_all_named_with_where_they_come_from(
 ) -> None:
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(networks, "in_hub_cache", lambda source: None)
+    monkeypatch.setattr(scorer_published, "in_hub_cache", lambda source: None)
     with pytest.raises(WeightsError) as raised:
-        networks.locate_networks(Library(PRESETS["lantern"]))
+        scorer_published.locate_networks(Library(PRESETS["lantern"]))
     for name in ("inception=", "6726825d.pth", "vgg=", "clip=", "HPS_v2.1_compressed.pt"):
         assert name in str(raised.value)
 
@@ -371,12 +373,12 @@ def test_weights_of_another_network_are_refused(tmp_path: Path) -> None:
     torch.save({"fc.weight": torch.zeros(2)}, file)
     library = Library(PRESETS["sjd"], metrics=("fid",), inception=file)
     with pytest.raises(WeightsError, match="SHA-256 does not begin with 6726825d"):
-        networks.locate_networks(library)
+        scorer_published.locate_networks(library)
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
-    networks.check_network(file, PictureSource("--x", "x", "there", digest[:8]))
+    scorer_published.check_network(file, PictureSource("--x", "x", "there", digest[:8]))
     need("torch_fidelity")
     with pytest.raises(WeightsError, match="does not hold this network's weights"):
-        networks.inception(file, PRESETS["sjd"])
+        scorer_published.inception(file, PRESETS["sjd"])
 
 
 def test_pickles_that_hold_code_are_not_run(tmp_path: Path) -> None:
@@ -388,7 +390,7 @@ def test_pickles_that_hold_code_are_not_run(tmp_path: Path) -> None:
 
     torch.save({"fc.weight": Code()}, file)
     with pytest.raises(WeightsError, match=r"cannot read .*weights\.pth"):
-        networks.load_state(file)
+        scorer_published.load_state(file)
     assert not mark.exists()
 
 
@@ -396,12 +398,14 @@ def test_pictures_of_several_sizes_are_refused(tmp_path: Path) -> None:
     places = list(drawn(tmp_path / "p", ["a", "b"]).values())
     Image.new("RGB", (9, 8)).save(places[1])
 
-    def network(images: networks.Pictures, captions: Any) -> dict[str, Any]:
+    def network(images: scorer_published.Pictures, captions: Any) -> dict[str, Any]:
         return {"count": torch.ones(len(images))}
 
     with pytest.raises(OptionError, match=r"b\.png is 9 x 8 pixels"):
-        networks.rows_of(network, PRESETS["sjd"], places, [], "x", alike=True)
-    assert networks.rows_of(network, PRESETS["sjd"], places, [], "x", False)["count"].shape == (2,)
+        scorer_published.rows_of(network, PRESETS["sjd"], places, [], "x", alike=True)
+    assert scorer_published.rows_of(network, PRESETS["sjd"], places, [], "x", False)[
+        "count"
+    ].shape == (2,)
 
 
 # ------------------------------------------------------------------------------------ the command
@@ -436,14 +440,14 @@ def test_preset_lantern_scores_a_run_with_random_networks(
     def stand_in(name: str, width: tuple[int, ...]) -> Any:
         mixed = torch.randn(48, *width, generator=torch.Generator().manual_seed(0)) / 7
 
-        def rows(images: networks.Pictures, captions: Any) -> dict[str, Any]:
+        def rows(images: scorer_published.Pictures, captions: Any) -> dict[str, Any]:
             small = [np.asarray(i.resize((4, 4))).reshape(-1) / 255 for i in images]
             return {name: torch.from_numpy(np.stack(small)) @ mixed.double()}
 
         return lambda file, preset: rows
 
-    monkeypatch.setitem(networks.NETWORKS, "vgg", stand_in("vgg", (16,)))
-    monkeypatch.setitem(networks.NETWORKS, "hps", stand_in("hps", ()))
+    monkeypatch.setitem(scorer_published.NETWORKS, "vgg", stand_in("vgg", (16,)))
+    monkeypatch.setitem(scorer_published.NETWORKS, "hps", stand_in("hps", ()))
     file, real = tmp_path / "captions.json", random_pictures(tmp_path / "real", 9, 3)
     entries = [{"image_id": i, "caption": f"red cat {i}"} for i in range(8)]
     file.write_text(json.dumps({"annotations": entries}))

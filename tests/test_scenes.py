@@ -17,8 +17,7 @@ from lantern_lab.scenes import (
     render_scene,
     sample_scene,
 )
-from lantern_lab.scenes.palette import DYES
-from lantern_lab.scenes.scene import LANDS, SEASONS, STILL, THINGS, TIMES, WEATHERS
+from lantern_lab.scenes.scene import DYES, LANDS, SEASONS, STILL, THINGS, TIMES, WEATHERS
 
 SIDE = 64
 

@@ -6,8 +6,15 @@ import numpy as np
 import pytest
 from scipy.linalg import sqrtm
 
-from lantern_lab.evaluate.metrics import Gaussian, frechet, frechet_metric
-from lantern_lab.evaluate.statistics import Difference, mean_metric, measured, ratio_metric
+from lantern_lab.evaluate.metrics import (
+    Difference,
+    Gaussian,
+    frechet,
+    frechet_metric,
+    mean_metric,
+    measured,
+    ratio_metric,
+)
 
 
 def gaussian(seed: int, size: int = 5) -> Gaussian:

@@ -27,9 +27,8 @@ from lantern_hpu.methods.setting import Resolved
 from lantern_hpu.models.transformer import Drafter
 from lantern_hpu.tree import DraftTree
 from lantern_lab.commands.train import main
-from lantern_lab.train import checks as wiring
-from lantern_lab.train.checks import profile
-from lantern_lab.train.drafter_training import DrafterTraining, begin, chain
+from lantern_lab.train import drafter_training
+from lantern_lab.train.drafter_training import DrafterTraining, begin, chain, profile
 from lantern_lab.train.unroll import Lesson, Unrolled, draw_samples, split
 from tests.folder import write_folder
 
@@ -342,20 +341,20 @@ def test_held_out_prompts_are_apart_and_do_not_depend_on_their_order() -> None:
 def test_target_as_its_own_drafter_has_everything_accepted(prefix: int, tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "tiny", prefix=prefix)
     pipeline = LanternPipeline.from_pretrained(str(folder))
-    assert wiring.check_wiring(pipeline, "red apple") == "all of its drafts accepted"
+    assert drafter_training.check_wiring(pipeline, "red apple") == "all of its drafts accepted"
 
 
 def test_wiring_check_notices_a_shifted_feature(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forward = wiring.Echo.forward
+    forward = drafter_training.Echo.forward
 
-    def shifted(self: wiring.Echo, tokens: Tensor, *given: Any) -> Tensor:
+    def shifted(self: drafter_training.Echo, tokens: Tensor, *given: Any) -> Tensor:
         return forward(self, (tokens + 1) % 32, *given)
 
-    monkeypatch.setattr(wiring.Echo, "forward", shifted)
+    monkeypatch.setattr(drafter_training.Echo, "forward", shifted)
     with pytest.raises(WeightsError, match="drafting for itself"):
-        wiring.check_wiring(LanternPipeline.from_pretrained(str(model)), "red apple")
+        drafter_training.check_wiring(LanternPipeline.from_pretrained(str(model)), "red apple")
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from lantern_hpu.decode.engine import Engine, GraphReport
 from lantern_hpu.graphs.strict import StrictRunner
 from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.ops.kernels import PLAIN, Kernels
+from lantern_lab.commands.verify import verify_page
 from lantern_lab.verify import stages
 from lantern_lab.verify.ask import Asked, answer_all
 from lantern_lab.verify.items import (
@@ -44,7 +45,6 @@ from lantern_lab.verify.items import (
     items_of,
     stages_of,
 )
-from lantern_lab.verify.page import verify_page
 from tests.folder import write_folder
 from tests.marks import mostly_slow
 

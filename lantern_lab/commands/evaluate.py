@@ -24,8 +24,16 @@ from lantern_hpu.core import Sampling
 from lantern_hpu.errors import Arg, OptionError, choices, exit_code, listed, words
 from lantern_hpu.models.files.names import PartOverrides
 from lantern_lab.evaluate.metrics import PUBLISHED
-from lantern_lab.evaluate.options import EvaluateRequest, PaintedOptions, folders_of
-from lantern_lab.evaluate.protocols import PRESETS, SCENES, SCENES_ROWS, Library, preset_of
+from lantern_lab.evaluate.options import (
+    PRESETS,
+    SCENES,
+    SCENES_ROWS,
+    EvaluateRequest,
+    Library,
+    PaintedOptions,
+    folders_of,
+    preset_of,
+)
 from lantern_lab.evaluate.sets import export
 
 NO_METRIC = "none"

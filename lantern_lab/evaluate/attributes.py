@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from lantern_hpu.files import ASSETS, reported_as
 from lantern_lab.scenes import Scene
-from lantern_lab.scenes.palette import DYES
 from lantern_lab.scenes.scene import (
     CLOUDY,
+    DYES,
     FOGGY,
     LANDS,
     MOONLIT,

@@ -18,10 +18,12 @@ from lantern_lab.evaluate.drawing import (
     AGAIN,
     Column,
     Drawing,
+    open_evaluation,
+    pictures_in,
     settings_columns,
     share_with_workers,
 )
-from lantern_lab.evaluate.folder import open_evaluation, pictures_in
+from lantern_lab.evaluate.metrics import Rows, figures
 from lantern_lab.evaluate.options import EvaluateRequest
 from lantern_lab.evaluate.quality_rows import (
     NOISE,
@@ -38,7 +40,6 @@ from lantern_lab.evaluate.quality_rows import (
 from lantern_lab.evaluate.scorer_builtin import PaintedScorer, extra_of
 from lantern_lab.evaluate.scorer_published import LibraryScorer
 from lantern_lab.evaluate.sets import digest
-from lantern_lab.evaluate.statistics import Rows, figures
 from lantern_lab.measure.fidelity import fidelity_rows, images_total
 from lantern_lab.measure.options import FidelityOptions
 from lantern_lab.measure.plots import in_style

@@ -12,7 +12,7 @@ import numpy as np
 from lantern_hpu.methods.relaxation import read_relaxation
 from lantern_hpu.results.tables import Columns, Table
 from lantern_lab.evaluate.drawing import Line
-from lantern_lab.evaluate.statistics import (
+from lantern_lab.evaluate.metrics import (
     Array,
     Difference,
     Figure,

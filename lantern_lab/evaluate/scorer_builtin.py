@@ -35,13 +35,11 @@ from lantern_lab.evaluate.attributes import (
     small,
     to_network,
 )
-from lantern_lab.evaluate.folder import Cache, read_picture, stamps
-from lantern_lab.evaluate.metrics import agreement_rows, built_in, within
-from lantern_lab.evaluate.options import PaintedOptions
-from lantern_lab.evaluate.protocols import SCENES
+from lantern_lab.evaluate.drawing import Cache, read_picture, stamps
+from lantern_lab.evaluate.metrics import Array, Rows, agreement_rows, built_in, figures, within
+from lantern_lab.evaluate.options import SCENES, PaintedOptions
 from lantern_lab.evaluate.quality_rows import QualityRow
 from lantern_lab.evaluate.sets import Item, digest
-from lantern_lab.evaluate.statistics import Array, Rows, figures
 from lantern_lab.scenes import Noise, Scene, caption_of, paint_picture, render_scene, sample_scene
 
 GENERATOR, TOKENIZER = "the generator", "its tokenizer"

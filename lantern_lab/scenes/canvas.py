@@ -13,8 +13,7 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
-from lantern_lab.scenes.palette import SKIES, STORMS, Colour, Look
-from lantern_lab.scenes.scene import Scene
+from lantern_lab.scenes.scene import SKIES, STORMS, Colour, Look, Scene
 
 Array = NDArray[np.floating[Any]]
 Points = Sequence[tuple[float, float]]

@@ -6,8 +6,7 @@ import numpy as np
 
 from lantern_lab.scenes import things
 from lantern_lab.scenes.canvas import Array, Canvas, mix, rgb, smooth
-from lantern_lab.scenes.palette import DYES, GRASS, SAND, SNOW, STONE, WOOD, Colour
-from lantern_lab.scenes.scene import STILL
+from lantern_lab.scenes.scene import DYES, GRASS, SAND, SNOW, STILL, STONE, WOOD, Colour
 
 MIRRORED = ("pine trees", "house", "balloon")  # stand behind a lake; the others float on it
 

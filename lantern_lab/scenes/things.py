@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from lantern_lab.scenes.canvas import Array, Canvas, rgb, smooth
-from lantern_lab.scenes.palette import DYES, LEAVES, PINE, Colour, scaled
+from lantern_lab.scenes.scene import DYES, LEAVES, PINE, Colour, scaled
 
 BROWN: Colour = (84, 56, 40)
 
