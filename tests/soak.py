@@ -1,4 +1,4 @@
-"""Load on a server of this machine: mixed requests of which a third is hostile, and two methods at the same time."""
+"""Load on a server of this machine: mixed requests of which a third is hostile."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import random
 import sys
 import tempfile
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -22,12 +22,7 @@ from typing import Any, NamedTuple
 import httpx
 from PIL import Image
 
-from lantern_hpu.core import Request
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.results.prompts import usual_prompts
-from lantern_hpu.serve.decoder import DecodeThread, EngineSlots
-from lantern_hpu.serve.options import ServeOptions
-from lantern_hpu.serve.queue import Job
 from scripts import ROOT
 from scripts.serving import serving
 from tests.hostile import CLIENTS, PATH, Visit, note
@@ -220,52 +215,3 @@ def soak(
         drawn = counter(client, url, "request_success_total") - 1
         failed = counter(client, url, "request_failure_total")
         return Found(asked, held, drawn, failed, counter(client, url, "recompiles_after_readiness"))
-
-
-class Shares(DecodeThread):
-    """The decode loop of `serve`, which also counts what each method has of the processor."""
-
-    def __init__(self, pipeline: LanternPipeline, options: ServeOptions) -> None:
-        self.used = defaultdict[str, float](float)  # seconds by method
-        super().__init__(pipeline, options)
-
-    @contextmanager
-    def counting(self, slots: EngineSlots) -> Iterator[None]:
-        began = time.thread_time()
-        yield
-        self.used[slots.served.setting.method] += time.thread_time() - began
-
-    def admit(self, slots: EngineSlots, jobs: list[Job]) -> None:
-        with self.counting(slots):
-            super().admit(slots, jobs)
-
-    def advance(self, slots: EngineSlots) -> None:
-        with self.counting(slots):
-            super().advance(slots)
-
-    def keep_busy(self, seconds: float, seeds: Iterator[int]) -> None:
-        """As many images of each method as it has slots, and partial pictures of each row."""
-        shows, until = tuple(range(1, self.served.rows)), time.monotonic() + seconds
-        takes_classes = self.pipeline.model.condition.takes_classes
-        prompt, sampling = usual_prompts(takes_classes)[0], self.served.sampling
-        while time.monotonic() < until and self.failure is None:
-            there = Counter(job.method for job in list(self.queue.open_jobs))
-            for method, served in self.served.methods.items():
-                for _ in range(self.options.slots - there[method]):
-                    request = Request(prompt, next(seeds), sampling, served.setting.relaxation)
-                    self.submit([Job(request, method, math.inf, shows, lambda event: None)])
-            time.sleep(0.02)
-
-
-def shares(model: str, methods: str, slots: int, seconds: float) -> dict[str, float]:
-    """What each method has of the processor's time while all are asked for, in equal shares; threads: one."""
-    options = ServeOptions(model, methods=tuple(methods.split(",")), slots=slots)
-    loop = Shares(LanternPipeline.from_pretrained(model, threads=1), options)
-    loop.start(wait=True)
-    seeds = count()
-    loop.keep_busy(seconds / 4, seeds)  # so that all are there
-    before = dict(loop.used)
-    loop.keep_busy(seconds, seeds)
-    spent = {name: loop.used[name] - before.get(name, 0.0) for name in loop.served.methods}
-    loop.stop()
-    return {name: len(spent) * time / sum(spent.values()) for name, time in spent.items()}

@@ -26,7 +26,7 @@ from torch import nn
 from lantern_hpu import cli
 from lantern_hpu.backends import DeviceOptions
 from lantern_hpu.cli import module_of
-from lantern_hpu.commands import convert, generate, pixels, serve
+from lantern_hpu.commands import convert, generate, pixels
 from lantern_hpu.errors import LanternError, OptionError, WeightsError
 from lantern_hpu.models.files.checkpoint import Stored, open_checkpoint, shapes_only
 from lantern_hpu.models.files.load import OpenedModel, open_model
@@ -80,6 +80,15 @@ REFUSED: dict[str, dict[str, str]] = {
         "--from-png x.png": "exclude each other",
         "--quantize int4": "int8",
         "--num-images 2 --output one.png": "--grid",
+        "--image nowhere.png": "No such file",
+        "--image brackets.json": "it is not PNG",
+        "--image cat.png": "--image cannot be used",
+        # What workers cannot leave
+        "--workers 0": "--workers is 0",
+        "--workers 2 --grid": "--workers excludes --grid",
+        "--workers 2 --report x": "--report",
+        "--workers 2 --save-tokens x": "--save-tokens",
+        "--workers 2 --preview-every 1": "--preview-every",
         "--output image.jpg": ".png",
         # Windows: longer than the picture, and than any
         "--method scd@16": "the window is 16",
@@ -106,6 +115,16 @@ REFUSED: dict[str, dict[str, str]] = {
         "--port 0 --api-key ''": "cannot be sent",
         "--port 0 --replicas 0": "--replicas",
         "--port 0 --device toaster": "cpu",
+        "--port 0 --sizes 64x64": "generates one size",
+        "--port 0 --sources 1": "--sources 1 cannot be served",
+        "--port 0 --sglang": "--sglang cannot serve builtin",
+        "--port 0 --sglang --api-key secret": "--api-key cannot be used with --sglang",
+        "--port 0 --model PUBLIC/emu3 --method lantern++": "has no drafter",
+        "--port 0 --model PUBLIC/emu3 --method ar,eagle": "has no drafter",
+        "--port 0 --model PUBLIC/glm-image --sizes 100x100": "multiples of 32",
+        "--port 0 --model PUBLIC/glm-image --sizes 96000x3200": "positions",
+        "--port 0 --model PUBLIC/glm-image --sizes square": "width x height",
+        "--port 0 --model PUBLIC/glm-image --sizes 0x64": "width x height",
     },
     "bench --model MODEL": {
         "--method magic": "unknown method 'magic'",
@@ -151,6 +170,9 @@ REFUSED: dict[str, dict[str, str]] = {
         "--preset lantern --quick": "--quick has no meaning for --preset lantern",
         "--preset lantern": "--prompts-file is missing",
         "--reference here": "--reference has no meaning for --preset scenes",
+        "--preset scenes --workers 0": "--workers is 0",
+        "--preset scenes --workers 2 --places 4": "--workers excludes --places",
+        "--preset scenes --workers 2 --method eagle@auto": "--workers",
     },
     "lint": {
         "--method magic": "unknown method 'magic'",
@@ -180,6 +202,7 @@ def odd_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         file.parent.mkdir(exist_ok=True)
         file.write_text(brackets)
     (tmp_path / "binary.py").write_bytes(np.random.default_rng(0).bytes(4000))
+    Image.new("RGB", (20, 20)).save(tmp_path / "cat.png")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -204,12 +227,20 @@ def test_what_a_command_refuses_is_one_clear_error_and_nothing_is_written(
     command: str,
     options: str,
     said: str,
-    model: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
     odd_files: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    before = files_of(odd_files)
-    assert cli.main(shlex.split(f"{command} {options}".replace("MODEL", str(model)))) == 2
+    """A server reads no weights before."""
+    before, line = files_of(odd_files), f"{command} {options}"
+    for name in ("MODEL", "PUBLIC"):
+        if name in line:
+            line = line.replace(name, str(request.getfixturevalue(name.lower())))
+    if command == "serve":
+        for owner, name in ((OpenedModel, "load"), (Stored, "fill")):
+            monkeypatch.setattr(owner, name, lambda *_: pytest.fail("weights were read"))
+    assert cli.main(shlex.split(line)) == 2
     shown = capsys.readouterr().err
     assert said in shown and "Traceback" not in shown
     assert [line.startswith("error: ") for line in shown.splitlines()].count(True) == 1
@@ -242,25 +273,23 @@ def test_what_a_command_refuses_is_one_clear_error_and_nothing_is_written(
             "generate --seed x",
             "argument --seed: invalid int value: 'x'\n  try: lantern-hpu generate --help\n",
         ),
+        *(
+            (
+                f"generate {option} ''",
+                f"argument {option}: it is empty\n  try: lantern-hpu generate --help\n",
+            )
+            for option in ("--output", "--report", "--save-tokens", "--prompts-file")
+        ),
     ],
 )
 def test_an_unknown_option_is_one_line_with_the_nearest(
     line: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        cli.main(line.split())
+        cli.main(shlex.split(line))
     shown = capsys.readouterr().err
     assert ended.value.code == 2 and shown.startswith("error: ") and shown.endswith(said)
     assert shown.count("\n") == 2
-
-
-@pytest.mark.parametrize("option", ["--output", "--report", "--save-tokens", "--prompts-file"])
-def test_an_empty_path_is_an_error(
-    option: str, model: Path, odd_files: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        generate.main(["--model", str(model), "--prompt", "cat", option, ""])
-    assert ended.value.code == 2 and "it is empty" in capsys.readouterr().err
 
 
 def test_a_prompt_that_is_no_text_is_an_error(tmp_path: Path) -> None:
@@ -281,19 +310,6 @@ def test_prompts_of_a_file_and_of_the_command_line_are_read_alike(
     for words, out in zip(made, outs, strict=True):
         assert generate.main(["--model", str(model), *words, "--output", str(out)]) == 0
     assert outs[0].read_bytes() == outs[1].read_bytes()
-
-
-@pytest.mark.parametrize("methods", ["lantern++", "ar,eagle"])
-def test_serve_refuses_what_needs_a_drafter_before_weights_are_read(
-    public: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], methods: str
-) -> None:
-    for owner, name in ((OpenedModel, "load"), (Stored, "fill")):
-        monkeypatch.setattr(owner, name, lambda *_: pytest.fail("weights were read"))
-    words = ["--model", str(public / "emu3"), "--method", methods]
-    assert serve.main([*words, "--port", "0"]) == 2
-    shown = capsys.readouterr().err
-    assert "has no drafter" in shown and shown.count("error:") == 1
-    assert "--method eagle cannot" in shown or "--method lantern++ cannot" in shown
 
 
 def test_a_negative_prompt_that_is_cut_is_reported(public: Path) -> None:

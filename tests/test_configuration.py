@@ -64,6 +64,9 @@ REFUSED = {
     "shutdown_timeout = -1": ("shutdown_timeout is -1", "0 or more"),
     "keep_text = 'free'": ("cannot be served", "auto, host or device"),
     "keep_alive = 0": ("keep_alive is 0", "1 to 3600"),
+    "upload_mib = 1": ("upload_mib has no effect without", "sources"),
+    "upload_timeout = 9.0": ("upload_timeout has no effect without", "sources"),
+    "model_sampling = true": ("model_sampling has no effect without", "sglang"),
 }
 
 

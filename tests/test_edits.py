@@ -33,7 +33,6 @@ from lantern_hpu.core import Request, SourcePicture
 from lantern_hpu.decode import batch, engine
 from lantern_hpu.decode.pixels import UNKNOWN
 from lantern_hpu.errors import OptionError
-from lantern_hpu.models.files.load import OpenedModel
 from lantern_hpu.models.pictures import DiffusionPixels
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import read_png
@@ -349,33 +348,6 @@ def test_no_picture_is_held_once_its_request_is_answered(case: str, server: Runn
         server.until(lambda: nothing_arrives(server) and not pictures)
     finally:
         gc.enable()
-
-
-@pytest.mark.parametrize(
-    ("given", "lacks"),
-    [
-        ({"upload_mib": 1}, "sources"),
-        ({"upload_timeout": 9.0}, "sources"),
-        ({"model_sampling": True}, "sglang"),
-    ],
-)
-def test_an_option_without_the_one_it_belongs_to_is_refused(
-    given: dict[str, Any], lacks: str
-) -> None:
-    with pytest.raises(OptionError, match=f"{next(iter(given))} has no effect without {lacks}"):
-        ServeOptions(**given)
-
-
-def test_a_model_that_reads_none_says_so(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from lantern_hpu.commands import serve
-
-    with served(ServeOptions(str(model), methods=("ar",), slots=1)) as plain:
-        client = openai.OpenAI(base_url=plain.url + "/v1", api_key="none")
-        with pytest.raises(openai.BadRequestError, match="does not edit images"):
-            client.images.edit(image=CAT, prompt="cat")
-        assert httpx.get(plain.url + "/v1/models").json()["data"][0]["edits"] == 0
-    assert serve.main(["--model", str(model), "--sources", "1", "--port", "0"]) == 2
-    assert "--sources 1 cannot be served" in capsys.readouterr().err
 
 
 REFUSED: dict[str, tuple[dict[str, Any], list[tuple[str, Any]], int, str | None]] = {
@@ -834,6 +806,53 @@ def test_the_log_has_a_line_without_the_prompt(
     assert "secret" not in caplog.text
 
 
+# --------------------------------------------------------------------- sizes and lengths of prompts
+
+
+@pytest.fixture(scope="module")
+def sized(folder: Path) -> Iterator[Running]:
+    """Two sizes and two methods, without pictures to draw from."""
+    options = offered(folder, 0, methods=("ar", "scd@4"), sizes=(SIZE, SIZE[::-1]))
+    with served(replace(options, slots=2), loaded) as running:
+        assert running.decoder.failure is None
+        yield running
+
+
+@pytest.mark.slow
+def test_the_server_draws_what_the_pipeline_draws_in_each_size(sized: Running) -> None:
+    """Six prompts of six lengths in two sizes and two methods, without a capture once it is ready."""
+    slots = sized.decoder.all_slots
+    assert len(slots) == 2 * 2 * 3 * 2  # methods, sizes, prefixes, and one slot or all
+    before = [each.engine.captures for each in slots]
+    for i in range(6):
+        (height, width), method = (SIZE, SIZE[::-1])[i % 2], ("ar", "scd@4")[i // 2 % 2]
+        prompt, size = "apple " * (3 + 50 * i), f"{width}x{height}"
+        asked = {"prompt": prompt, "size": size, "seed": i, "method": method.partition("@")[0]}
+        answer = drawn(sized.post(**asked))
+        got = Image.open(io.BytesIO(base64.b64decode(answer["data"][0]["b64_json"])))
+        assert answer["size"] == size and got.size == (width, height)
+        if i in (0, 3, 5):
+            how: dict[str, Any] = {"height": height, "width": width, "seed": i, "method": method}
+            result = sized.decoder.pipeline(prompt, **how)
+            assert got.tobytes() == result.images[0].tobytes()
+    assert [each.engine.captures for each in slots] == before
+
+
+@pytest.mark.slow
+def test_usage_is_of_the_size_and_the_length(sized: Running) -> None:
+    usage = [
+        drawn(sized.post(prompt="apple " * words, size=size))["usage"]
+        for words, size in ((3, "auto"), (300, "64x96"))
+    ]
+    assert [u["input_tokens"] for u in usage] == [64, 1024]
+    # previews of int(16 sqrt(2/3)) x int(16 sqrt(3/2)), and pictures of 2 x 3
+    assert [u["output_tokens"] for u in usage] == [13 * 19 + 6, 19 * 13 + 6]
+    for fields in ({"size": "128x128"}, {"prompt": "zq" * 600}, {"image": "source.png"}):
+        refused = sized.post(**{"prompt": "apple", **fields})
+        assert refused.status_code == 400
+        assert all(name in refused.json()["error"]["message"] for name in fields)
+
+
 # ------------------------------------------------------------------------------- on the command line
 
 
@@ -880,20 +899,3 @@ def test_an_image_is_drawn_again_from_the_same_pictures_alone(
     resume = ["--model", str(folder), "--method", "ar", "--prompt", "red cat", "--resume"]
     assert generate.main([*resume, "--image", cats[0], "--output", str(first)]) == 2
     assert "sources differ" in capsys.readouterr().err
-
-
-def test_pictures_that_cannot_be_read_end_the_command_before_weights_are_read(
-    model: Path,
-    cats: tuple[str, str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(OpenedModel, "load", lambda *_: pytest.fail("weights were read"))
-    words = ["--model", str(model), "--prompt", "cat", "--output", str(tmp_path / "out.png")]
-    assert generate.main([*words, "--image", cats[0]]) == 2
-    assert "--image cannot be used" in capsys.readouterr().err
-    (tmp_path / "bomb.png").write_bytes(header(9000, 9000))
-    for name, why in (("bomb.png", "too many pixels"), ("none.png", "No such file")):
-        assert generate.main([*words, "--image", str(tmp_path / name)]) == 2
-        assert why in capsys.readouterr().err

@@ -297,26 +297,6 @@ def test_a_worker_takes_one_card_of_the_cluster(monkeypatch: pytest.MonkeyPatch)
         card_of("hpu", offered)
 
 
-@pytest.mark.parametrize("option", ["--grid", "--report x", "--save-tokens x", "--preview-every 1"])
-def test_what_workers_cannot_leave_is_refused(
-    model: Path, tmp_path: Path, option: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = options_of(model, tmp_path / "out")
-    assert main([*options, "--workers", "2", *option.split()]) == 2
-    assert "--workers excludes" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "option", [["--places", "4"], ["--method", "eagle@auto"], ["--workers", "0"]]
-)
-def test_what_the_one_that_scores_cannot_measure_is_refused(
-    model: Path, tmp_path: Path, option: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    given = ["--model", str(model), "--preset", "scenes", "--output", str(tmp_path / "out")]
-    assert evaluate.main([*given, "--workers", "2", *option]) == 2
-    assert "--workers" in capsys.readouterr().err and not (tmp_path / "out").exists()
-
-
 def test_a_ray_that_does_not_start_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def init(address: str | None = None, **options: Any) -> None:
         raise ConnectionError("no cluster") if address else Exception("the node timed out")

@@ -13,7 +13,7 @@ import pytest
 from lantern_hpu.results.tables import markdown
 from tests.hostile import CLIENTS
 from tests.kills import COMMANDS, HELD, kill_often
-from tests.soak import shares, soak
+from tests.soak import soak
 
 ROOT = Path(__file__).parent.parent
 
@@ -85,9 +85,3 @@ def test_a_killed_command_loses_nothing(model: Path, name: str) -> None:
     if not times:
         pytest.skip("asked for by KILLS=1")
     assert kill_often(name, str(model), times, 1) == {HELD: times}
-
-
-@pytest.mark.slow
-def test_two_methods_have_an_equal_share_of_the_processor(model: Path) -> None:
-    found = shares(str(model), "ar,scd@4", 2, 6.0)
-    assert set(found) == {"ar", "scd"} and max(found.values()) <= 1.3, found
