@@ -48,8 +48,7 @@ from lantern_hpu.decode import batch
 from lantern_hpu.decode.batch import Batch
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.errors import CaptureError, DeviceError, OptionError, as_option
-from lantern_hpu.methods.relaxation import EXACT, Blended
-from lantern_hpu.methods.setting import Setting
+from lantern_hpu.methods.relaxation import EXACT
 from lantern_hpu.models.text.prefix import WordConditioner
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import read_png
