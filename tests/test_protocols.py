@@ -70,11 +70,11 @@ def test_captions_are_chosen_by_a_rule(captions: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ({"annotations": [{"id": 1, "caption": "a"}]}, "annotation 0 has no image_id"),
-        ({"annotations": [{"image_id": 1}]}, "annotation 0 has no caption"),
+        ({"annotations": [{"id": 1, "caption": "a"}]}, "annotation 0 has no 'image_id'"),
+        ({"annotations": [{"image_id": 1}]}, "annotation 0 has no 'caption'"),
         ({"annotations": []}, "holds no captions"),
         ({"images": []}, "cannot read captions"),
-        ({"annotations": 3}, "annotations is no list"),
+        ({"annotations": 3}, "cannot read captions"),
     ],
 )
 def test_a_file_of_other_things_is_no_file_of_captions(
@@ -375,7 +375,7 @@ def test_weights_of_another_network_are_refused(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="SHA-256 does not begin with 6726825d"):
         scorer_published.locate_networks(library)
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
-    scorer_published.check_network(file, PictureSource("--x", "x", "there", digest[:8]))
+    scorer_published.check_network(file, PictureSource("x", "there", digest[:8]))
     need("torch_fidelity")
     with pytest.raises(WeightsError, match="does not hold this network's weights"):
         scorer_published.inception(file, PRESETS["sjd"])

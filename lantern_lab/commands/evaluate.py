@@ -46,8 +46,7 @@ KEYS = (
     *("prompts", "metrics", "inception", "vgg", "clip", "hps", "any_weights", "rounds", "no_floor"),
     *("panels", "fresh", "folder", "export", "seed"),
     *("cfg_scale", "temperature", "top_k", "top_p"),
-    *("drafter", "vq", "text_encoder", "neighbours", "image_size"),
-    *("graphs", "keep_text", "kernels", "layout", "quantize"),
+    *("drafter", "vq", "text_encoder", "image_size", "graphs", "quantize"),
 )
 
 
@@ -73,7 +72,7 @@ def make_parser() -> Parser:
     add("--metrics")
     options.add_sampling_options(parser)
     options.add_device_options(parser)
-    options.add_running_options(parser)
+    add_fields(parser, DeviceOptions, "threads", "quantize")
     add_fields(parser, EvaluateRequest, "workers", "export")
     where = "output folder; an interrupted run in it is resumed"
     add("--output", type=options.file_path, required=True, metavar="FOLDER", help=where)

@@ -50,10 +50,9 @@ def make_parser() -> argparse.ArgumentParser:
     add_device_options(parser, graphs=False)
     add_fields(parser, DeviceOptions, "quantize")
     add_method_options(parser, DEFAULT_ROWS)
-    add_fields(parser, FidelityOptions)
+    add_fields(parser, FidelityOptions, "images", "draws", "timed")
     parser.add_argument("--output", type=file_path, default=None, metavar="FILE.json")
     parser.add_argument("--force", action="store_true", help="replace an existing file")
-    parser.only_keys("seed")
     return parser
 
 

@@ -19,7 +19,6 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from gaudi_emulator.lint import BOTH, RECOMPILING, LintRun, lint_script, print_json, print_text
 from gaudi_emulator.releases import DEFAULT, RELEASES, EmulatorError, release_named
@@ -28,9 +27,6 @@ from lantern_hpu.errors import OptionError, choices, exit_code, require
 from lantern_hpu.fields import option
 from lantern_hpu.graphs import RUNNERS
 from lantern_hpu.methods.setting import METHODS, Setting
-
-if TYPE_CHECKING:
-    pass
 
 PROFILES = ("lazy", "compile")
 

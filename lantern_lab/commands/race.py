@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import closing
 
 from lantern_hpu import __version__
-from lantern_hpu.backends import DeviceOptions, prepare
+from lantern_hpu.backends import BACKENDS, DeviceOptions, prepare
 from lantern_hpu.commands import options
 from lantern_hpu.commands.generate import busy_note
 from lantern_hpu.errors import Arg, OutputError, exit_code, shell
@@ -33,9 +33,9 @@ def make_parser() -> options.Parser:
     parser = options.Parser("lantern-hpu race", description=about)
     options.add_fields(parser, RaceRequest)
     options.add_method_options(parser, SETTINGS)
-    options.add_device_options(parser)
-    options.add_fields(parser, DeviceOptions, "threads")
-    parser.only_keys("dtype", "graphs")
+    options.add_fields(
+        parser, DeviceOptions, "device", "threads", device=f"auto, {', '.join(BACKENDS)}"
+    )
     return parser
 
 

@@ -34,7 +34,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_fields(drafter, TrainOptions)
     add_device_options(drafter, graphs=False)
     add_fields(drafter, PartOverrides)
-    drafter.only_keys("vq", "text_encoder", "neighbours", "image_size")
+    drafter.only_keys("vq", "text_encoder", "image_size")
     return parser
 
 

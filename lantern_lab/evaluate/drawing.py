@@ -42,7 +42,6 @@ from lantern_lab.evaluate.options import EvaluateRequest
 from lantern_lab.evaluate.sets import Item
 
 if TYPE_CHECKING:
-    from lantern_hpu.core import RunStats
     from lantern_hpu.pipeline import LanternPipeline
 
 
@@ -309,18 +308,14 @@ class Drawing:
         """One batch: its pictures are written, their lines are not."""
         requests = [self.request(column, index) for index in indices]
         result = self.pipeline.draw(requests, column.setting, self.size)
-        seconds = seconds_of(result.timing) / self.size
+        timing = result.timing  # prompt to pixels, without loading and warm-up
+        seconds = (timing.text_s + timing.generate_s + timing.decode_s) / self.size
         lines = [
             Line(self.items[i].id, one.seed, one.tokens, one.steps, round(seconds, 6), one.tv_sum)
             for i, one in zip(indices, result.records, strict=True)
         ]
         self.folder_of(column).write([result.png(i) for i in range(len(lines))], lines)
         return lines
-
-
-def seconds_of(timing: RunStats) -> float:
-    """Prompt to pixels, without loading and warm-up."""
-    return timing.text_s + timing.generate_s + timing.decode_s
 
 
 def in_rounds(wanted: Sequence[Column], left: dict[str, list[int]], size: int) -> Iterator[Batch]:

@@ -34,7 +34,6 @@ class QualityMetric:
         name: in `evaluation.json`. title: in tables and plots.
         value: of rows [n, ...]; n pictures, or groups of them.
         better: "lower", "higher" or "" where neither is.
-        least: rows that it needs.
         digits: behind the point, in tables.
         of: name of its rows, if it is not its own. rounds: of the bootstrap at most; 0 gives no interval.
     """
@@ -43,7 +42,6 @@ class QualityMetric:
     title: str
     value: Callable[[Array], float]
     better: str = ""
-    least: int = 2
     digits: int = 3
     of: str = ""
     rounds: int = 10**6
@@ -104,23 +102,20 @@ class Difference:
 
 def ratio_metric(name: str, title: str, better: str = "", digits: int = 3) -> QualityMetric:
     """Of rows [n, 2]: the sum of the first column over that of the second."""
-    return QualityMetric(
-        name, title, lambda rows: float(rows[:, 0].sum() / rows[:, 1].sum()), better, 2, digits
-    )
+
+    def value(rows: Array) -> float:
+        return float(rows[:, 0].sum() / rows[:, 1].sum())
+
+    return QualityMetric(name, title, value, better, digits)
 
 
-def mean_metric(name: str, title: str, better: str = "", digits: int = 3) -> QualityMetric:
+def mean_metric(name: str, title: str, better: str = "higher", digits: int = 4) -> QualityMetric:
     """Of rows [n]."""
-    return QualityMetric(name, title, lambda rows: float(rows.mean()), better, 2, digits)
+    return QualityMetric(name, title, lambda rows: float(rows.mean()), better, digits)
 
 
 def figures(metrics: Sequence[QualityMetric], rows: Rows, rounds: int) -> dict[str, Figure]:
     return {m.name: measured(m, rows[m.source], rounds) for m in metrics if m.source in rows}
-
-
-def floors(ar: Mapping[str, Figure], again: Mapping[str, Figure]) -> dict[str, float]:
-    """What chance alone makes of each metric: how far two sets of seeds of one method lie apart."""
-    return {name: abs(ar[name].value - again[name].value) for name in ar.keys() & again.keys()}
 
 
 def as_json(found: Mapping[str, Figure]) -> dict[str, Any]:
@@ -173,7 +168,7 @@ def frechet_metric(features: Array) -> QualityMetric:
     def value(rows: Array) -> float:
         return distance(Gaussian.of(rows)) / unit
 
-    return QualityMetric("frechet", "Frechet distance", value, "lower", features.shape[1] + 1, 2)
+    return QualityMetric("frechet", "Frechet distance", value, "lower", 2)
 
 
 def fid(real: Rows, statistics: Gaussian | None) -> QualityMetric:
@@ -183,13 +178,13 @@ def fid(real: Rows, statistics: Gaussian | None) -> QualityMetric:
     def value(rows: Array) -> float:
         return distance(Gaussian.of(rows))
 
-    return QualityMetric("fid", "FID", value, "lower", 2, 2, "inception", COSTLY)
+    return QualityMetric("fid", "FID", value, "lower", 2, "inception", COSTLY)
 
 
 # ------------------------------------------------------------------------------------ torch-fidelity's own
 
 
-def kid(real: Rows) -> QualityMetric:
+def kid(real: Rows, statistics: Gaussian | None = None) -> QualityMetric:
     """100 subsets of 1,000 pictures, or of all where there are fewer."""
     features = real["inception"]
 
@@ -204,7 +199,7 @@ def kid(real: Rows) -> QualityMetric:
         figures = kid_features_to_metric(*both, kid_subset_size=size, verbose=False)
         return float(figures[KEY_METRIC_KID_MEAN])
 
-    return QualityMetric("kid", "KID", value, "lower", 2, 5, "inception", 0)
+    return QualityMetric("kid", "KID", value, "lower", 5, "inception", 0)
 
 
 def inception_score(rows: Array) -> float:
@@ -278,21 +273,18 @@ class PublishedMetric:
     make: Callable[[Rows, Gaussian | None], QualityMetric]
 
 
-def share_or_score(
-    network: str, reference: Literal["pictures", ""], name: str, title: str
-) -> PublishedMetric:
-    """One that is the mean of its rows."""
-    metric = mean_metric(name, title, "higher", 4)
-    return PublishedMetric(network, reference, lambda real, _: metric)
+def fixed(metric: QualityMetric) -> Callable[[Rows, Gaussian | None], QualityMetric]:
+    """One that is the same whatever the reference is."""
+    return lambda real, statistics: metric
 
 
-LOGITS = QualityMetric("is", "inception score", inception_score, "higher", 2, 2, "logits", COSTLY)
+SCORE = QualityMetric("is", "inception score", inception_score, "higher", 2, "logits", COSTLY)
 PUBLISHED = {
     "fid": PublishedMetric("inception", "statistics", fid),
-    "kid": PublishedMetric("inception", "pictures", lambda real, _: kid(real)),
-    "is": PublishedMetric("inception", "", lambda real, _: LOGITS),
-    "precision": share_or_score("vgg", "pictures", "precision", "precision"),
-    "recall": share_or_score("vgg", "pictures", "recall", "recall"),
-    "clip": share_or_score("clip", "", "clip", "CLIP score"),
-    "hps": share_or_score("hps", "", "hps", "HPSv2"),
+    "kid": PublishedMetric("inception", "pictures", kid),
+    "is": PublishedMetric("inception", "", fixed(SCORE)),
+    "precision": PublishedMetric("vgg", "pictures", fixed(mean_metric("precision", "precision"))),
+    "recall": PublishedMetric("vgg", "pictures", fixed(mean_metric("recall", "recall"))),
+    "clip": PublishedMetric("clip", "", fixed(mean_metric("clip", "CLIP score"))),
+    "hps": PublishedMetric("hps", "", fixed(mean_metric("hps", "HPSv2"))),
 }

@@ -34,37 +34,28 @@ class PictureSource:
     """A network that a metric needs: nothing is downloaded, but its place is known.
 
     Attributes:
-        option: that names its place. what: the file, or the Hub's name of a folder. where: it is published.
+        what: the file, or the Hub's name of a folder. where: it is published.
         digest: how its SHA-256 begins, where its publisher gives it. hub: repository of a file on the Hub.
     """
 
-    option: str
     what: str
     where: str
     digest: str = ""
     hub: str = ""
 
 
+HUB = "https://huggingface.co/"
 INCEPTION = PictureSource(
-    "inception",
     "weights-inception-2015-12-05-6726825d.pth",
     "https://github.com/toshas/torch-fidelity/releases/tag/v0.2.0",
     "6726825d",
 )
-VGG = PictureSource(
-    "vgg",
-    "vgg16-397923af.pth",
-    "https://download.pytorch.org/models/vgg16-397923af.pth",
-    "397923af",
-)
-HPS = PictureSource(
-    "hps", "HPS_v2.1_compressed.pt", "https://huggingface.co/xswu/HPSv2", hub="xswu/HPSv2"
-)
-CLIP_32 = PictureSource(
-    "clip", "openai/clip-vit-base-patch32", "https://huggingface.co/openai/clip-vit-base-patch32"
-)
-CLIP_16 = PictureSource(
-    "clip", "openai/clip-vit-base-patch16", "https://huggingface.co/openai/clip-vit-base-patch16"
+VGG_FILE = "vgg16-397923af.pth"
+VGG = PictureSource(VGG_FILE, f"https://download.pytorch.org/models/{VGG_FILE}", "397923af")
+HPS = PictureSource("HPS_v2.1_compressed.pt", f"{HUB}xswu/HPSv2", hub="xswu/HPSv2")
+CLIP_32, CLIP_16 = (
+    PictureSource(name, HUB + name)
+    for name in ("openai/clip-vit-base-patch32", "openai/clip-vit-base-patch16")
 )
 
 
@@ -185,16 +176,9 @@ class Library:
         """Those that the metrics need, once each."""
         return list(dict.fromkeys(PUBLISHED[name].network for name in self.wanted))
 
-    def given(self, network: str) -> Path | None:
-        result: Path | None = getattr(self, network)
-        return result
 
-
-EXPORTED = (
-    "geneval",
-    "dpg",
-    "t2i-compbench",
-)  # sets whose benchmarks read pictures in a layout of their own
+# Sets whose benchmarks read pictures in a layout of their own
+EXPORTED = ("geneval", "dpg", "t2i-compbench")
 
 
 @dataclass(frozen=True)

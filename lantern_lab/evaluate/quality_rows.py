@@ -18,7 +18,6 @@ from lantern_lab.evaluate.metrics import (
     Figure,
     QualityMetric,
     as_json,
-    floors,
     ratio_metric,
 )
 from lantern_lab.measure import plots
@@ -73,7 +72,10 @@ def compare_with_ar(rows: Sequence[QualityRow], again: QualityRow | None) -> lis
     first = next((row for row in rows if row.name == "ar"), None)
     if first is None:
         return list(rows)
-    floor = floors(first.figures, again.figures) if again else {}
+    # What chance alone makes of each metric: how far two sets of seeds of one method lie apart
+    other = again.figures if again else {}
+    shared = first.figures.keys() & other.keys()
+    floor = {name: abs(first.figures[name].value - other[name].value) for name in shared}
     result = []
     for row in rows:
         names = [] if row is first else [n for n in row.figures if n in first.figures]

@@ -49,7 +49,8 @@ Network = Callable[[Pictures, Sequence[str]], dict[str, Tensor]]
 
 def find_weights(network: str, library: Library) -> Path | None:
     """Where the weights of a network are: as given, else in the caches of torch and the Hub."""
-    given, source = library.given(network), library.preset.sources[network]
+    given: Path | None = getattr(library, network)
+    source = library.preset.sources[network]
     if given is not None:
         return given if given.exists() else None
     cached = Path(torch.hub.get_dir()) / "checkpoints" / source.what
@@ -72,9 +73,12 @@ def in_hub_cache(source: PictureSource) -> Path | None:
 def locate_networks(library: Library) -> dict[str, Path]:
     sources = library.preset.sources
     places = {name: find_weights(name, library) for name in library.networks()}
-    missing = [sources[name] for name, place in places.items() if place is None]
+    missing = {name: sources[name] for name, place in places.items() if place is None}
     if missing:
-        each = [words(f"{one.what} ({one.where}):", Arg(one.option, "PATH")) for one in missing]
+        each = [
+            words(f"{source.what} ({source.where}):", Arg(name, "PATH"))
+            for name, source in missing.items()
+        ]
         hint = words(Arg("metrics"), "with those whose weights are here")
         raise WeightsError("weights of metrics are missing", words(*each), hint)
     here = {name: place for name, place in places.items() if place is not None}

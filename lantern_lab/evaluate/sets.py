@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from PIL import Image
 
@@ -39,6 +38,9 @@ def digest(items: Sequence[Item]) -> str:
 # ------------------------------------------------------------------------------------ prompt sets
 
 
+COCO_HINT = "captions_val2017.json of https://cocodataset.org (2017 Train/Val annotations)"
+
+
 def coco(file: Path, rule: str, count: int | None = None) -> list[Item]:
     """A caption of each picture of a COCO annotation file, by ascending id of the picture.
 
@@ -46,30 +48,19 @@ def coco(file: Path, rule: str, count: int | None = None) -> list[Item]:
         rule: "longest" (the first of the longest), or "first". count: pictures, all if not given.
     """
     by_picture: dict[int, list[str]] = {}
-    for number, entry in enumerate(listed_in(file, "annotations")):
-        try:
+    where = "the file"  # that is read
+    try:
+        for number, entry in enumerate(parse_json(read_text(file))["annotations"]):
+            where = f"annotation {number}"
             by_picture.setdefault(int(entry["image_id"]), []).append(str(entry["caption"]).strip())
-        except (KeyError, TypeError, ValueError) as error:
-            why = f"annotation {number} has no {error.args[0]}" if error.args else str(error)
-            raise OptionError(f"{file} is no file of captions", why, COCO_HINT) from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        why = f"{where} has no {error}" if isinstance(error, KeyError) else f"{where}: {error}"
+        raise OptionError(f"cannot read captions from {file}", why, COCO_HINT) from error
     chosen = sorted(by_picture)[:count]
     if not chosen:
         raise OptionError(f"{file} holds no captions", hint=COCO_HINT)
     pick = (lambda texts: max(texts, key=len)) if rule == "longest" else (lambda texts: texts[0])
     return [Item(f"{number:012d}", pick(by_picture[number])) for number in chosen]
-
-
-COCO_HINT = "captions_val2017.json of https://cocodataset.org (2017 Train/Val annotations)"
-
-
-def listed_in(file: Path, name: str) -> list[Any]:
-    try:
-        result = parse_json(read_text(file))[name]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise OptionError(f"cannot read captions from {file}", str(error), COCO_HINT) from error
-    if not isinstance(result, list):
-        raise OptionError(f"cannot read captions from {file}", f"{name} is no list", COCO_HINT)
-    return result
 
 
 def plain(file: Path) -> list[Item]:
@@ -82,14 +73,18 @@ def classes(each: int) -> list[Item]:
     return [Item(f"{label:04d}-{k:02d}", str(label)) for k in range(each) for label in range(1000)]
 
 
+def lines_of(file: Path) -> list[str]:
+    return [line for line in read_text(file).split("\n") if line.strip()]
+
+
 def geneval(file: Path) -> list[Item]:
     """Four pictures of each prompt of GenEval's evaluation_metadata.jsonl."""
     try:
-        lines = [line for line in read_text(file).split("\n") if line.strip()]
-        prompts = [str(parse_json(line)["prompt"]) for line in lines]
+        prompts = [str(parse_json(line)["prompt"]) for line in lines_of(file)]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        hint = "evaluation_metadata.jsonl of https://github.com/djghosh13/geneval"
-        raise OptionError(f"cannot read prompts from {file}", str(error), hint) from error
+        raise OptionError(
+            f"cannot read prompts from {file}", str(error), WHERE["geneval"]
+        ) from error
     return [Item(f"{i:05d}-{k:04d}", text) for i, text in enumerate(prompts) for k in range(4)]
 
 
@@ -112,12 +107,22 @@ def compbench(file: Path) -> list[Item]:
     return [Item(f"{i:06d}", text) for i, text in enumerate(texts)]
 
 
-READERS = {
+# Readers of sets, and where the user gets what they read
+READERS: dict[str, Callable[[Path], list[Item]]] = {
     "parti": plain,
     "file": plain,
     "geneval": geneval,
     "dpg": dpg,
     "t2i-compbench": compbench,
+}
+WHERE = {
+    "coco-val2017": COCO_HINT,
+    "coco-val2014-30k": "captions_val2014.json of https://cocodataset.org (2014 Train/Val annotations)",
+    "parti": "PartiPrompts.tsv of https://github.com/google-research/parti",
+    "geneval": "evaluation_metadata.jsonl of https://github.com/djghosh13/geneval",
+    "dpg": "the folder dpg_bench/prompts of https://github.com/TencentQQGYLab/ELLA",
+    "t2i-compbench": "a file of examples/dataset of https://github.com/Karine-Huang/T2I-CompBench",
+    "file": ".txt, .tsv, .csv, .json or .jsonl",
 }
 SETS = ("coco-val2017", "coco-val2014-30k", "imagenet-50k", *READERS)
 
@@ -146,17 +151,6 @@ def read_set(name: str, file: Path | None, rule: str, count: int | None) -> list
     return result[:count]
 
 
-WHERE = {
-    "coco-val2017": COCO_HINT,
-    "coco-val2014-30k": "captions_val2014.json of https://cocodataset.org (2014 Train/Val annotations)",
-    "parti": "PartiPrompts.tsv of https://github.com/google-research/parti",
-    "geneval": "evaluation_metadata.jsonl of https://github.com/djghosh13/geneval",
-    "dpg": "the folder dpg_bench/prompts of https://github.com/TencentQQGYLab/ELLA",
-    "t2i-compbench": "a file of examples/dataset of https://github.com/Karine-Huang/T2I-CompBench",
-    "file": ".txt, .tsv, .csv, .json or .jsonl",
-}
-
-
 def export(
     name: str, items: Sequence[Item], places: Mapping[str, Path], source: Path, to: Path
 ) -> None:
@@ -170,7 +164,7 @@ def export(
         to: an empty or new folder.
     """
     if name == "geneval":
-        lines = [line for line in read_text(source).split("\n") if line.strip()]
+        lines = lines_of(source)
         for item in items:
             prompt, _, sample = item.id.partition("-")
             folder = to / prompt
