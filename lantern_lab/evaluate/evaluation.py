@@ -95,10 +95,10 @@ class Evaluation:
             self.score(column, moved.get(column.name, {}))
             for column in tqdm(self.columns, desc="scoring", unit="setting")
         ]
-        for name, files in outside.items():
-            rows.append(
-                quality_row(self.scorer, self.request.rounds, name, f"folder-{name}", files)
-            )
+        rows += [
+            self.row(name, self.scorer.rows(f"folder-{name}", files))
+            for name, files in outside.items()
+        ]
         names = ("batch_size", "rounds", "places", "floor")
         sizes = {name: getattr(request, name) for name in names}
         rows = compare_with_ar(rows, next((row for row in rows if row.name == AGAIN), None))
@@ -137,8 +137,14 @@ class Evaluation:
         pictures = self.drawing.folder_of(column)
         lines, files = pictures.drawn(), list(pictures.places.values())
         paces = pace([lines[item.id] for item in self.scorer.items])
-        row = quality_row(self.scorer, self.request.rounds, column.name, column.slug, files, paces)
+        row = self.row(column.name, self.scorer.rows(column.slug, files), paces)
         return replace(row, about=column.about(), extra={**row.extra, **extra})
+
+    def row(self, name: str, rows: Rows, paces: Rows | None = None) -> QualityRow:
+        """Figures of the rows of pictures; `paces` are those of drawing them, where they are known."""
+        metrics = [*(PACE if paces else ()), *self.scorer.metrics]
+        result = figures(metrics, {**rows, **(paces or {})}, self.request.rounds)
+        return QualityRow(name, {}, result, extra_of(rows))
 
     def fidelity(self) -> dict[str, dict[str, Any]]:
         """By setting, how far it moves the distribution of the next token."""
@@ -163,7 +169,7 @@ class Evaluation:
 
     def write(self, settings: Mapping[str, Any], rows: Sequence[QualityRow]) -> str:
         """All files of the result; returns the table."""
-        baselines = self.scorer.baselines(self.request.rounds)
+        baselines = [self.row(name, made) for name, made in self.scorer.baselines().items()]
         everything, metrics = [*rows, *baselines], self.scorer.metrics
         about = {
             **self.about,
@@ -206,21 +212,3 @@ class Evaluation:
         for name, data in {**files, "evaluation.md": page.encode()}.items():
             write_file(self.output / name, data, force=True)
         return table.markdown()
-
-
-def quality_row(
-    scorer: Scorer,
-    rounds: int,
-    name: str,
-    stored: str,
-    files: Sequence[Path],
-    paces: Rows | None = None,
-) -> QualityRow:
-    """Figures of pictures.
-
-    Args:
-        stored: name of their rows in the cache. paces: speed of drawing them, where it is known.
-    """
-    rows = scorer.rows(stored, files)
-    result = figures([*(PACE if paces else ()), *scorer.metrics], {**rows, **(paces or {})}, rounds)
-    return QualityRow(name, {}, result, extra_of(rows))

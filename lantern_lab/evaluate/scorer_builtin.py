@@ -36,9 +36,8 @@ from lantern_lab.evaluate.attributes import (
     to_network,
 )
 from lantern_lab.evaluate.drawing import Cache, read_picture, stamps
-from lantern_lab.evaluate.metrics import Array, Rows, agreement_rows, built_in, figures, within
+from lantern_lab.evaluate.metrics import Array, Rows, agreement_rows, built_in, within
 from lantern_lab.evaluate.options import SCENES, PaintedOptions
-from lantern_lab.evaluate.quality_rows import QualityRow
 from lantern_lab.evaluate.sets import Item, digest
 from lantern_lab.scenes import Noise, Scene, caption_of, paint_picture, render_scene, sample_scene
 
@@ -141,9 +140,9 @@ class PaintedScorer:
 
         return self.cache.rows(name, stamps(files), make)
 
-    def baselines(self, rounds: int) -> list[QualityRow]:
-        """The generator's own pictures of the captions, and these through the tokenizer."""
-        result = {GENERATOR: self.generator}
+    def baselines(self) -> dict[str, Rows]:
+        """By name: the generator's own pictures of the captions, and these through the tokenizer."""
+        result: dict[str, Rows] = {GENERATOR: self.generator}
         if encoded_side(self.pipeline) == self.side:
 
             def make() -> Rows:
@@ -151,10 +150,7 @@ class PaintedScorer:
                 return self.rows_of(pixels, self.generator["distances"])
 
             result[TOKENIZER] = self.cache.rows("tokenizer", self.pipeline.model.files, make)
-        return [
-            QualityRow(name, {}, figures(self.metrics, rows, rounds), extra_of(rows))
-            for name, rows in result.items()
-        ]
+        return result
 
     def protocol(self) -> str:
         sizes = self.sizes

@@ -34,7 +34,6 @@ from lantern_lab.evaluate.metrics import (
     manifold_rows,
 )
 from lantern_lab.evaluate.options import FEW, Library, PictureSource, Preset
-from lantern_lab.evaluate.quality_rows import QualityRow
 from lantern_lab.evaluate.sets import read_set
 
 BATCH = 16
@@ -370,8 +369,8 @@ class LibraryScorer:
             rows |= manifold_rows(rows["vgg"], self.real["vgg"])
         return rows
 
-    def baselines(self, rounds: int) -> list[QualityRow]:
-        return []
+    def baselines(self) -> dict[str, Rows]:
+        return {}
 
     def notes(self) -> list[str]:
         preset, count, wanted = self.library.preset, len(self.items), self.library.wanted
