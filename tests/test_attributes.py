@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.torch import save_file
+from safetensors.numpy import save
 
 from lantern_hpu.errors import WeightsError
 from lantern_lab.embedded.train_attributes import spoil
@@ -46,15 +46,12 @@ def test_captions_say_what_the_scene_shows() -> None:
         ("green hills on a foggy morning", {"terrain": "hills", "season": "summer", "time": "dawn", "weather": "fog"}),
         ("the sea under a red sky", {"terrain": "sea", "time": "sunset"}),
         ("a palm tree in the desert in a sandstorm", {"thing": "palm tree", "terrain": "desert", "weather": "storm"}),
+        ("a white house on hills", {"thing": "house", "colour": "white", "terrain": "hills"}),
+        ("a house on green hills", {"thing": "house", "terrain": "hills", "season": "summer"}),
     ],
 )  # fmt: skip
 def test_captions_are_read_word_by_word(caption: str, want: dict[str, str]) -> None:
     assert caption_attributes(caption) == want
-
-
-def test_a_thing_that_is_said_is_the_thing_and_not_its_colour() -> None:
-    assert caption_attributes("a white house on autumn hills by night")["colour"] == "white"
-    assert "colour" not in caption_attributes("a house on green hills")
 
 
 @pytest.fixture(scope="module")
@@ -89,12 +86,8 @@ def test_its_own_error_is_stored_with_it() -> None:
 
 
 def test_weights_of_another_network_are_refused(tmp_path: Path) -> None:
-    import torch
-
     file = tmp_path / "other.safetensors"
-    save_file({"weight": torch.zeros(3)}, file, metadata={"about": "{}"})
-    with pytest.raises(WeightsError, match=r"cannot read .*other"):
-        Classifier.load(file)
-    file.write_bytes(b"half a fi")
-    with pytest.raises(WeightsError, match=r"cannot read .*other"):
-        Classifier.load(file)
+    for content in (save({"weight": np.zeros(3)}, {"about": "{}"}), b"half a fi"):
+        file.write_bytes(content)
+        with pytest.raises(WeightsError, match=r"cannot read .*other"):
+            Classifier.load(file)

@@ -123,7 +123,6 @@ def digests(folder: Path) -> dict[str, str]:
 ALONE = """
 import sys
 from lantern_lab.commands import compare
-from tests.marks import mostly_slow
 code = compare.main(sys.argv[1:])
 sys.exit("torch was loaded" if "torch" in sys.modules else code)
 """

@@ -31,17 +31,8 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(tiny: Path, output: Path, *more: str) -> int:
-    given = [
-        "--model",
-        str(tiny),
-        "--prompt",
-        "red cat",
-        "--device",
-        "cpu",
-        "--output",
-        str(output),
-    ]
-    return cli.main(["race", *given, *more])
+    given = ["--model", str(tiny), "--prompt", "red cat", "--device", "cpu"]
+    return cli.main(["race", *given, "--output", str(output), *more])
 
 
 def test_promise_a_table_an_animation_and_its_last_frame(

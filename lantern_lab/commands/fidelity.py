@@ -31,6 +31,7 @@ from lantern_hpu.files import check_free
 from lantern_hpu.methods.relaxation import EXACT
 from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.results.tables import markdown
+from lantern_lab.evaluate.quality_rows import plus_minus
 from lantern_lab.measure.options import FidelityOptions
 from lantern_lab.measure.reports import heading, show_report
 
@@ -70,16 +71,15 @@ def fidelity_table(rows: Sequence[dict[str, Any]]) -> str:
 
 def weights_text(kind: str, cost: dict[str, Any]) -> str:
     """What smaller weights cost, in a line."""
-    around = "" if cost["tv_interval"] is None else f" ± {cost['tv_interval']:.4f}"
+    mean = plus_minus(cost["tv"], cost["tv_interval"], 4)
     over = f"over {cost['tokens']:,} tokens of {cost['images']} images"
     largest = f"{cost['tv_largest']:.3f} at most"
-    return f"{kind} weights: TV of the next token {cost['tv']:.4f}{around} on average, {largest}, {over}"
+    return f"{kind} weights: TV of the next token {mean} on average, {largest}, {over}"
 
 
 def tv_text(row: dict[str, Any]) -> str:
     """The figure with its interval; an exact method's is what the estimate's noise leaves."""
-    around = row["tv_interval"]
-    figure = f"{row['tv']:.3f}" + ("" if around is None else f" ± {around:.3f}")
+    figure = plus_minus(row["tv"], row["tv_interval"])
     if row["method"] in ("ar", "jacobi"):  # draws from the target's own distribution
         return "0"
     return f"0 (measured {figure})" if row["relaxation"] == EXACT.as_json() else figure
