@@ -20,14 +20,7 @@ from lantern_hpu.models.files.names import PartOverrides
 from lantern_hpu.models.vq import count_decoder
 from lantern_hpu.pipeline import LanternPipeline
 from tests.marks import mostly_slow
-from tests.published import (
-    PROMPTS,
-    guided_rows,
-    lumina2,
-    lumina2_rows,
-    obeys,
-    opened,
-)
+from tests.published import PROMPTS, guided_rows, lumina2, lumina2_rows, obeys, opened
 
 NAME, SCALE, SIDE = "lumina-mgpt-2.0", 4.0, 64
 FIRST, CODES, END = 155000, 16384, 151670

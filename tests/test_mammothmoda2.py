@@ -18,14 +18,7 @@ from lantern_hpu.errors import OptionError
 from lantern_hpu.models.text.prefix import TokenConditioner
 from lantern_hpu.pipeline import LanternPipeline
 from tests.marks import mostly_slow
-from tests.published import (
-    PROMPTS,
-    guided_rows,
-    mammoth,
-    mammoth_rows,
-    obeys,
-    opened,
-)
+from tests.published import PROMPTS, guided_rows, mammoth, mammoth_rows, obeys, opened
 
 NAME, SCALE = "mammothmoda2", 6.0
 WORDS, END, CODES = 152064, 152064, slice(152072, 168456)

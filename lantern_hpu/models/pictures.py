@@ -24,14 +24,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from lantern_hpu.core import MOST_ASPECT, SourcePicture
-from lantern_hpu.errors import (
-    Arg,
-    InvalidImageError,
-    OptionError,
-    WeightsError,
-    needing,
-    words,
-)
+from lantern_hpu.errors import Arg, InvalidImageError, OptionError, WeightsError, needing, words
 from lantern_hpu.models.config import TransformerConfig, VisionConfig
 from lantern_hpu.models.files.checkpoint import shapes_only
 from lantern_hpu.models.vq import VQModel

@@ -13,19 +13,8 @@ from torch import Tensor
 from lantern_hpu.core import Sampling
 from lantern_hpu.errors import Arg, OptionError, WeightsError, Words, shell, words
 from lantern_hpu.files import reading
-from lantern_hpu.models.config import (
-    ConditionConfig,
-    ModelConfig,
-    TransformerConfig,
-    VisionConfig,
-)
-from lantern_hpu.models.files.checkpoint import (
-    Checkpoint,
-    Recipe,
-    Rules,
-    Source,
-    Stored,
-)
+from lantern_hpu.models.config import ConditionConfig, ModelConfig, TransformerConfig, VisionConfig
+from lantern_hpu.models.files.checkpoint import Checkpoint, Recipe, Rules, Source, Stored, Weights
 from lantern_hpu.models.files.names import CODE_PIXELS, Parts, folder_of
 from lantern_hpu.models.text.frames import FRAMES, TokenOrder
 from lantern_hpu.models.text.prefix import PROMPT_POSITIONS
@@ -72,17 +61,6 @@ class Files:
         """By what names it goes: those of its file or folder, and what its config.json says."""
         names = (self.parts.name, self.parts.target.name, self.hf_config.get("_name_or_path", ""))
         return " ".join(map(str, names)).lower()
-
-
-@dataclass(frozen=True)
-class Published:
-    """What a published target turned out to be."""
-
-    config: ModelConfig
-    weights: Stored  # of `target.*` and of the condition's modules
-    tokenizer: Checkpoint | None  # a whole image tokenizer, if the target's own file holds one
-    sampling: Sampling
-    vision: Stored | None = None  # of what makes codes of pictures, where that is no tokenizer
 
 
 def llama_config(family: Family, files: Files, **own: Any) -> TransformerConfig:
@@ -260,8 +238,11 @@ class Family:
         marked = any(self.marker in name for name in shapes)
         return marked and self.rows in (0, rows) and self.also(named)
 
-    def read(self, files: Files) -> Published:
-        """Its sizes and how its tensors become ours; no weight is read."""
+    def read(self, files: Files) -> tuple[ModelConfig, Sampling, Weights]:
+        """Its sizes, its settings, and how its tensors become ours; no weight is read.
+
+        `Weights.vq` is a whole image tokenizer as it was published, where the target's own file holds one.
+        """
         check_keys(files.checkpoint, files.hf_config, self.all_keys)
         named = self.renamed(files)
         target, tokenizer = self.split(named.checkpoint)
@@ -279,22 +260,21 @@ class Family:
             target = target.with_tensor(name, tensor)
         target = with_tied_head(target, recipe, files.hf_config, self.tied)
         target = replace(target, note=target.note or note)
-        weights = Stored(target, recipe, self.ignored)
         vision, tower = self.vision(named)
         sizes = ModelConfig(config, condition, codebook=vectors, vision=vision)
-        return Published(sizes, weights, tokenizer, sampling, tower)
+        main = Stored(target, recipe, self.ignored)
+        weights = Weights(main, Stored(tokenizer) if tokenizer else None, vision=tower)
+        return sizes, sampling, weights
 
     def split(self, checkpoint: Checkpoint) -> tuple[Checkpoint, Checkpoint | None]:
         """The target's tensors, and those of a whole image tokenizer."""
-        target, tokenizer = checkpoint, None
-        if self.tokenizer:
-            inside = checkpoint.only(lambda name: name.startswith(self.tokenizer))
-            inside = inside.within(self.tokenizer)
-            tokenizer = inside if "decoder.conv_in.weight" in inside else None
-            target = target.only(lambda name: not name.startswith(self.tokenizer))
-        if self.reads:
-            target = target.only(lambda name: name.startswith(self.reads))
-        return target, tokenizer
+        target = checkpoint.only(lambda name: name.startswith(self.reads or ""))
+        if not self.tokenizer:
+            return target, None
+        inside = checkpoint.only(lambda name: name.startswith(self.tokenizer))
+        inside = inside.within(self.tokenizer)
+        target = target.only(lambda name: not name.startswith(self.tokenizer))
+        return target, inside if "decoder.conv_in.weight" in inside else None
 
     def sampling_of(self, target: Path) -> tuple[Sampling, str]:
         """The settings that its files state, else the published ones; and what of them is not applied.

@@ -17,12 +17,7 @@ from lantern_hpu.errors import Arg, WeightsError, shell, words
 from lantern_hpu.files import reading, reported_as, sha256
 from lantern_hpu.models.config import DrafterConfig, TransformerConfig
 from lantern_hpu.models.families.base import LLAMA, check_keys, head_norms, llama_block
-from lantern_hpu.models.files.checkpoint import (
-    Checkpoint,
-    Source,
-    Stored,
-    open_checkpoint,
-)
+from lantern_hpu.models.files.checkpoint import Checkpoint, Source, Stored, open_checkpoint
 from lantern_hpu.models.files.names import DRAFTER, DRAFTER_WEIGHTS, settings_beside
 from lantern_hpu.models.model import ImageModel
 from lantern_hpu.models.text.frames import FRAMES

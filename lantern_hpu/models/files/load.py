@@ -64,12 +64,7 @@ from lantern_hpu.models.files.names import (
     with_text,
 )
 from lantern_hpu.models.files.tokenizers import check_vq, open_vq
-from lantern_hpu.models.model import (
-    TOKENIZERS,
-    ImageModel,
-    Placement,
-    of_size,
-)
+from lantern_hpu.models.model import TOKENIZERS, ImageModel, Placement, of_size
 from lantern_hpu.models.pictures import GlmImageReader, LuminaReader, Reader
 from lantern_hpu.models.text.frames import FRAMES, Frame, reads_pictures
 from lantern_hpu.models.text.prefix import (
@@ -183,7 +178,8 @@ class OpenedModel:
 def open_model(parts: Parts) -> OpenedModel:
     ours = (parts.target / CONFIG).is_file()
     opened = open_folder(parts) if ours else open_published(parts)
-    config, drafter = with_text(opened.config, parts.text), None
+    config = with_text(opened.config, parts.text)
+    drafter = None
     height, width = (side * opened.code_pixels for side in config.target.grid)
     if parts.image_size and config.target.code_pixels:
         size = parts.image_size, parts.image_size
@@ -195,7 +191,8 @@ def open_model(parts: Parts) -> OpenedModel:
     if parts.drafter is not None:
         drafter = open_drafter(parts.drafter, config.target)
         config = replace(config, drafter=drafter.config)
-        opened = replace(opened, notes=(*opened.notes, *filter(None, [drafter.note])))
+        if drafter.note:
+            opened = replace(opened, notes=(*opened.notes, drafter.note))
     return replace(opened, config=config, drafter=drafter)
 
 
@@ -220,9 +217,9 @@ def open_folder(parts: Parts) -> OpenedModel:
         if config.vq is None and not config.target.code_pixels:
             raise KeyError("vq")
     code_pixels = config.vq.downsample if config.vq else config.target.code_pixels
-    other_vq = None
+    own_vq = None
     if parts.vq is not None and config.vq is not None:
-        vq, other_vq = open_vq(open_checkpoint(parts.vq), config.vq.normalize_codebook)
+        vq, own_vq = open_vq(open_checkpoint(parts.vq), config.vq.normalize_codebook)
         config = replace(config, vq=vq)
     if config.vq is not None:
         check_vq(config.vq, config.target, code_pixels, parts.vq or path / VQ)
@@ -237,34 +234,43 @@ def open_folder(parts: Parts) -> OpenedModel:
         check_sums(path, description)
         return Weights(
             stored(TARGET),
-            other_vq or (stored(VQ) if config.vq else None),
+            own_vq or (stored(VQ) if config.vq else None),
             stored(DRAFTER_WEIGHTS) if config.drafter else None,
             files,
             description.get("fingerprint"),
             stored(VISION) if config.vision else None,
         )
 
-    pixels = parts.pixels or (Path(description["pixels"]) if description.get("pixels") else None)
-    name, notes = description.get("name") or path.name, tuple(description.get("notes") or ())
-    own = OpenedModel(parts, name, config, code_pixels, sampling, weights, pixels, fastest, notes)
-    return replace(own, quantize=quantize)
+    pixels = description.get("pixels")
+    return OpenedModel(
+        parts=parts,
+        name=description.get("name") or path.name,
+        config=config,
+        code_pixels=code_pixels,
+        sampling=sampling,
+        weights=weights,
+        pixels=parts.pixels or (Path(pixels) if pixels else None),
+        fastest=fastest,
+        notes=tuple(description.get("notes") or ()),
+        quantize=quantize,
+    )
 
 
 def open_published(parts: Parts) -> OpenedModel:
-    stored = open_checkpoint(parts.target)
-    if any(name.startswith(INNER_HEADS) for name in stored.shapes):
-        stored = stored.within("model.")
+    checkpoint = open_checkpoint(parts.target)
+    if any(name.startswith(INNER_HEADS) for name in checkpoint.shapes):
+        checkpoint = checkpoint.within("model.")
     settings = settings_beside(parts.target)
     hint = "" if settings else UNDESCRIBED
     with reported_as(f"{parts.target} does not describe a model", hint):
-        files = Files(stored, settings, parts)
+        files = Files(checkpoint, settings, parts)
         family = family_of(files)
-        published = family.read(files)
-    config, vq = published.config, None
-    tokenizer = open_checkpoint(parts.vq) if parts.vq else published.tokenizer
+        config, sampling, weights = family.read(files)
+    if parts.vq is not None:
+        weights = weights._replace(vq=Stored(open_checkpoint(parts.vq)))
     vq_missing = words("the VQ tokenizer (given by", Arg("vq"), f"; {family.vq})")
     absent = {
-        "vq": (tokenizer is None and not (family.diffusion or family.states), vq_missing),
+        "vq": (weights.vq is None and not (family.diffusion or family.states), vq_missing),
         "pixels": (family.diffusion and parts.pixels is None, DIFFUSION_MISSING),
         "text": (config.condition.kind == "t5" and parts.text is None, TEXT_MISSING),
     }
@@ -275,23 +281,24 @@ def open_published(parts: Parts) -> OpenedModel:
     if missing:
         hint = "name them, or put them next to the target"
         raise WeightsError(f"parts are missing for {parts.target}", words(*missing), hint)
-    if tokenizer is not None:
-        sizes, vq = open_vq(tokenizer, family.normalized_codes)
-        check_vq(sizes, config.target, family.code_pixels, tokenizer.path)
-        config = replace(config, vq=sizes)
-    target = published.weights
-    notes = tuple(one.note for one in (target.checkpoint, tokenizer) if one and one.note)
+    notes = [one.checkpoint.note for one in weights[:2] if one is not None]
+    if weights.vq is not None:
+        path = weights.vq.checkpoint.path
+        vq, stored = open_vq(weights.vq.checkpoint, family.normalized_codes)
+        check_vq(vq, config.target, family.code_pixels, path)
+        config = replace(config, vq=vq)
+        weights = weights._replace(vq=stored)
     if adapters_in(folder_of(parts.target)):
-        notes += ("the LoRA adapter next to the weights is not applied: merge it into them",)
+        notes.append("the LoRA adapter next to the weights is not applied: merge it into them")
     return OpenedModel(
         parts=parts,
         name=parts.name,
         config=config,
         code_pixels=family.code_pixels,
-        sampling=Sampling(**parts.sampling) if parts.sampling else published.sampling,
-        weights=lambda: Weights(target, vq, vision=published.vision),
+        sampling=Sampling(**parts.sampling) if parts.sampling else sampling,
+        weights=lambda: weights,
         pixels=parts.pixels,
-        notes=notes,
+        notes=tuple(filter(None, notes)),
     )
 
 
