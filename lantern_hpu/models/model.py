@@ -262,15 +262,11 @@ class ImageModel:
     def nearest(self, k: int) -> Tensor:
         """The k nearest other codes of each code, on the target's device: [V, k] int32."""
         if k not in self._near:
-            self._near[k] = self.of_vocabulary(cached_nearest(self.codebook, k))
+            rows = cached_nearest(self.codebook, k)  # [codes, k]
+            # No code has mass where a row's end is drawn, and spare codes are never drawn: any row serves for those
+            every = rows[torch.arange(self.vocabulary) % self.codes]
+            self._near[k] = every.to(self.target.device)
         return self._near[k]
-
-    def of_vocabulary(self, rows: Tensor) -> Tensor:
-        """Rows of the codes [codes, ...] as rows of all tokens, on the target's device: [V, ...].
-
-        No code has mass where a row's end is drawn, and spare codes are never drawn, so any row serves for those.
-        """
-        return rows[torch.arange(self.vocabulary) % self.codes].to(self.target.device)
 
 
 def nearest_codes(codebook: Tensor, k: int) -> Tensor:
@@ -313,7 +309,8 @@ def cached_nearest(codebook: Tensor, k: int) -> Tensor:
             warnings.warn(f"{error.reason}; it is made again", stacklevel=2)
             with suppress(OSError):
                 file.unlink()
-    table, content = nearest_codes(rows, width), io.BytesIO()
+    table = nearest_codes(rows, width)
+    content = io.BytesIO()
     np.save(content, table.numpy(), allow_pickle=False)
     with suppress(OutputError):
         write_file(file, content.getvalue(), force=True)

@@ -168,8 +168,10 @@ def open_weights_folder(folder: Path) -> Checkpoint:
     for name in SINGLES:
         if (folder / name).is_file():
             return open_file(folder / name)
-        if (folder / f"{name}.index.json").is_file():
-            return open_indexed(folder / f"{name}.index.json")
+        index = folder / f"{name}.index.json"
+        if index.is_file():
+            places = indexed_files(index)
+            return open_shards(sorted(set(places.values())), places)
     files = weights_files(folder)
     if files and len({tuple(series_of(file)) or file for file in files}) == 1:
         return open_as_stored(files[0])
@@ -179,32 +181,28 @@ def open_weights_folder(folder: Path) -> Checkpoint:
     raise WeightsError(f"{folder} holds no weights that can be distinguished", f"found {result}")
 
 
-def open_indexed(index: Path) -> Checkpoint:
-    files = indexed_files(index)
-    places = {unwrapped(name): file.name for name, file in files.items()}
-    return open_shards(sorted(set(files.values())), places)
-
-
-def open_shards(files: Sequence[Path], places: Mapping[str, str]) -> Checkpoint:
+def open_shards(files: Sequence[Path], index: Mapping[str, Path]) -> Checkpoint:
     """One model of several files.
 
     Args:
-        places: the file of each tensor, by an index. Others in the files belong to the model as well.
+        index: the file of each tensor. Others in the files belong to the model as well.
     """
-    folder, absent = files[0].parent, [file.name for file in files if not file.is_file()]
+    folder = files[0].parent
+    absent = [file.name for file in files if not file.is_file()]
     if absent:
         raise WeightsError(f"files are missing in {folder}", ", ".join(absent), "download again")
-    parts = {file.name: open_file(file) for file in files}
+    again = "download them again"
+    parts = {file: open_file(file) for file in files}
     held = [(name, file) for file, part in parts.items() for name in part.shapes]
-    found, again = dict(held), "download them again"
-    lost = sorted(places.keys() - found.keys())
-    if lost:
+    found = dict(held)
+    places = {unwrapped(name): file for name, file in index.items()}
+    if lost := sorted(places.keys() - found.keys()):
         what = f"tensors are missing in the files of {folder}"
         raise WeightsError(what, some_names(lost), again)
     if len(found) < len(held) and not places:
         twice = sorted({name for name, file in held if found[name] != file})
         raise WeightsError(f"the files of {folder} are not one model", some_names(twice), again)
-    found |= {name: file for name, file in places.items() if name in parts.get(file, ())}
+    found |= {name: file for name, file in places.items() if name in parts[file]}
     shapes = {name: parts[file].shapes[name] for name, file in found.items()}
     return Checkpoint(folder, shapes, lambda name: parts[found[name]].read(name))
 
@@ -225,10 +223,11 @@ def open_pickle(path: Path) -> Checkpoint:
     if not isinstance(content, dict):
         raise WeightsError(f"{path} holds no weights", f"it is a {type(content).__name__}")
     within = [key for key in CONTAINERS if isinstance(content.get(key), dict)]
-    holder, note = content[within[0]] if within else content, ""
+    holder = content[within[0]] if within else content
+    note = ""
     if len(within) > 1:
-        both, first = " and ".join(within), within[0]
-        note = f"{path.name} holds weights under {both}: {first} is read, as by LlamaGen's sampler"
+        places = f"{path.name} holds weights under {' and '.join(within)}"
+        note = f"{places}: {within[0]} is read, as by LlamaGen's sampler"
     tensors = {str(name): value for name, value in holder.items() if isinstance(value, Tensor)}
     if not tensors:
         keys = some_names(sorted(map(str, content)))
@@ -249,7 +248,8 @@ def is_plain(tensor: Tensor) -> bool:
 
 def load_pickle(path: Path) -> Any:
     """What a file of torch.save holds; nothing in it may run code."""
-    hint, broken = "a copy from its publisher", "damaged, cut off, or no file of torch.save"
+    hint = "a copy from its publisher"
+    broken = "damaged, cut off, or no file of torch.save"
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < PICKLES_SINCE:
         why = f"torch {torch.__version__} can be led to run code by it (CVE-2025-32434)"
         raise WeightsError(f"{path} is refused", why, "a safetensors file, or torch 2.6")
@@ -258,12 +258,7 @@ def load_pickle(path: Path) -> Any:
     try:
         # Training scripts of LlamaGen store their arguments with the weights; a Namespace is only a record.
         with torch.serialization.safe_globals([argparse.Namespace]):
-            try:
-                return read(mmap=True)
-            except RuntimeError as error:
-                if "mmap" not in str(error):  # files of torch before 1.6 cannot be mapped
-                    raise
-                return read()
+            return read(mmap=zipfile.is_zipfile(path))  # those of torch before 1.6 cannot be mapped
     except pickle.UnpicklingError as error:
         if any(word in str(error) for word in CODE):
             kind = re.search(r"(?:GLOBAL|global:|class) ([\w.]*\.\w+)", str(error))
@@ -506,10 +501,6 @@ class Inert:
         self.state = state
 
 
-def rebuild(storage: Tensor, offset: int, size: Any, stride: Any, *rest: Any) -> Tensor:
-    return torch.as_strided(storage, size, stride, offset)
-
-
 class TensorReader(pickle.Unpickler):
     def __init__(self, archive: zipfile.ZipFile, root: str) -> None:
         super().__init__(io.BytesIO(archive.read(f"{root}data.pkl")))
@@ -517,7 +508,7 @@ class TensorReader(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return rebuild
+            return lambda storage, at, size, stride, *_: storage.as_strided(size, stride, at)
         # `torch.HalfStorage` is of `torch.half`; of what a name leads to nothing else is used
         dtype = getattr(torch, name.removesuffix("Storage").lower(), None)
         return dtype if module == "torch" and isinstance(dtype, torch.dtype) else Inert

@@ -145,7 +145,10 @@ class OpenedModel:
         if vectors is not None:
             main["codebook"] = vectors
         digest = weights.target.fill(main, dtype, device)
-        files = {**weights.files, TARGET: digest, **text_digest(condition)}
+        files = {**weights.files, TARGET: digest}
+        if isinstance(text := getattr(condition, "text", None), T5Conditioner):
+            stored = open_as_stored(text.folder)
+            files["text"] = fingerprint(stored, {name: Source.of(name) for name in stored.shapes})
         if config.vq is not None and weights.vq is not None:
             vq, files[VQ] = load_vq(config.vq, weights.vq, device)
         if config.condition.kind == "tokens" and reads_pictures(config):
@@ -358,15 +361,6 @@ def text_encoder(config: ConditionConfig, prefix: int, placement: Placement) -> 
         why = f"its features are {text.width} wide, the target reads {config.dim}"
         raise WeightsError(f"the text encoder {text.folder} is for another target", why)
     return text
-
-
-def text_digest(condition: Conditioner) -> dict[str, str]:
-    """Which text encoder reads the prompts, for the record of an image; empty without one."""
-    text = getattr(condition, "text", None)
-    if not isinstance(text, T5Conditioner):
-        return {}
-    stored = open_as_stored(text.folder)
-    return {"text": fingerprint(stored, {name: Source.of(name) for name in stored.shapes})}
 
 
 # ----------------------------------------------------------------------------------------- writing

@@ -37,7 +37,8 @@ class TokenOrder:
 
     def stretches(self, rows: int) -> tuple[tuple[int, int], ...]:
         """The whole table of n rows, in our order."""
-        rest, start = [], 0
+        rest = []
+        start = 0
         for begin, end in [*sorted(self.first), (rows, rows)]:
             if start < begin:
                 rest.append((start, begin))
@@ -137,8 +138,11 @@ class Frame:
         where: Path,  # the tokenizer's folder
     ) -> None:
         """Raises a WeightsError unless the tokenizer is the family's."""
-        self.entry, self.words, self.vocabulary = entry, words, vocabulary
-        self.config, self.where = config, where
+        self.entry = entry
+        self.words = words
+        self.vocabulary = vocabulary
+        self.config = config
+        self.where = where
         for name, want in entry.checked(config.codes).items():
             self.check_token(name, want)
         self.id = {name: self.check_token(name, want) for name, want in entry.control.items()}
@@ -263,9 +267,11 @@ class Frame:
         """Raise an OptionError where prompts are not cut: what one says of the picture may stand at its end."""
         if self.entry.is_cut:
             return
-        why, hint = f"{self.entry.family} reads prompts of up to {self.room}", "a shorter prompt"
+        why = f"{self.entry.family} reads prompts of up to {self.room}"
+        hint = "a shorter prompt"
         if sourced:
-            why, hint = f"{why}, pictures included", "fewer pictures, or smaller ones"
+            why += ", pictures included"
+            hint = "fewer pictures, or smaller ones"
         raise OptionError(f"the prompt has {count} tokens", why, hint)
 
     def without(self, ids: list[int], negative: str | None = None) -> list[int]:
@@ -283,24 +289,17 @@ class Frame:
         words = [] if text is None else self.words(text)[: self.room]
         return [*self.before, *words, *self.after]
 
-    def notes(self, prompt: str, negative: bool = False) -> list[str]:
-        """What is cut of a prompt, or of a negative one, which is not framed."""
-        words = self.words(prompt if negative else self.text(prompt))
-        kind = "negative prompt" if negative else "prompt"
-        return self.cut_notes(prompt, len(words) - self.room, kind)
-
-    def source_notes(self, prompt: str, grids: Sequence[tuple[int, int]]) -> list[str]:
-        """The same of a prompt with sources, whose codes have these grids."""
-        blank = [[[0] * columns] * rows for rows, columns in grids]
-        pictures = sum(len(self.picture(codes)) for codes in blank)
-        more = len(self.words(self.text(prompt, sourced=True))) + pictures - self.room
-        return self.cut_notes(prompt, more, "prompt")
-
-    def cut_notes(self, prompt: str, more: int, kind: str) -> list[str]:
-        """That so many tokens are left out, where that is some."""
+    def notes(
+        self, prompt: str, grids: Sequence[tuple[int, int]] = (), negative: bool = False
+    ) -> list[str]:
+        """What is cut of a prompt with sources of these grids, or of a negative one, which is not framed."""
+        words = self.words(prompt if negative else self.text(prompt, bool(grids)))
+        pictures = sum(len(self.picture([[0] * columns] * rows)) for rows, columns in grids)
+        more = len(words) + pictures - self.room
         if more <= 0 or not self.entry.is_cut:
             return []
         count = len(self.words(prompt))
+        kind = "negative prompt" if negative else "prompt"
         return [f"the {kind} has {count} tokens; those past {count - more} are left out"]
 
     def axes(self, tokens: int, grids: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
@@ -308,10 +307,12 @@ class Frame:
 
         A word's is the same on all three; a code's are the start of its picture, its row and its column.
         """
-        at, places = 0, list[tuple[int, int, int]]()
+        at = 0
+        places: list[tuple[int, int, int]] = []
         for rows, columns in grids:
             places.append((at, at, at))
-            first, cells = at + 1, product(range(rows), range(columns))
+            first = at + 1
+            cells = product(range(rows), range(columns))
             places += [(first, first + row, first + column) for row, column in cells]
             at = first + max(rows, columns)
             places.append((at, at, at))
@@ -333,10 +334,6 @@ def code_name(code: int) -> str:
     return "IMGIMG" + "".join("ABCDEFGHIJ"[int(digit)] for digit in str(code)) + "Z"
 
 
-def chameleon_codes(codes: int) -> dict[str, int]:
-    return {code_name(code): FIRST_IMAGE_TOKEN + code for code in range(codes)}
-
-
 # Digits and the sign between them, which say a picture's size
 QWEN_DIGITS = {"*": 9, **{str(digit): 15 + digit for digit in range(10)}}
 QWEN = "Qwen2.5's: Qwen/Qwen2.5-7B-Instruct"
@@ -349,7 +346,7 @@ ANOLE = FrameConfig(
     after=(8710, 8197),  # end of turn, begin of image
     without=(0, 8197),  # at positions of its own
     order=TokenOrder(((FIRST_IMAGE_TOKEN, 65536),)),
-    checked=chameleon_codes,
+    checked=lambda codes: {code_name(i): FIRST_IMAGE_TOKEN + i for i in range(codes)},
     pad=1,
 )
 # Without words Lumina's begin with the image, so positions of the two rows differ

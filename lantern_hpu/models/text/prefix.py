@@ -370,8 +370,11 @@ class TokenConditioner(Conditioner):
         to_device: ToDevice = to_device,
     ) -> None:
         """`embed` is the target's embedding, which looks the words up too; `word_table` takes its place."""
-        self.tokenizer, self.frame, self.embed = tokenizer, frame, embed
-        self.word_table, self.to_device = word_table, to_device
+        self.tokenizer = tokenizer
+        self.frame = frame
+        self.embed = embed
+        self.word_table = word_table
+        self.to_device = to_device
         self.width = frame.config.prefix
         self.takes_negative = frame.entry.takes_negative
         added = getattr(tokenizer, "added_tokens_decoder", {})
@@ -463,10 +466,8 @@ class TokenConditioner(Conditioner):
         """Places of framed prompts, and of rows without them, on the axes of "mrope": [R, 3, P] int32."""
         grids = [*map(self.grids, requests), *[[]] * (len(rows) - len(requests))]
         places = torch.zeros(len(rows), 3, self.width, dtype=torch.int32)
-        for number, (row, own) in enumerate(zip(rows, grids, strict=True)):
-            places[number, :, self.width - len(row) :] = torch.tensor(
-                self.frame.axes(len(row), own)
-            )
+        for place, row, own in zip(places, rows, grids, strict=True):
+            place[:, self.width - len(row) :] = torch.tensor(self.frame.axes(len(row), own))
         return self.to_device(places, next(self.embed.parameters()).device)
 
     def place(self, token: int) -> int:
@@ -486,9 +487,8 @@ class TokenConditioner(Conditioner):
         return self.frame.notes(self.plain(prompt))
 
     def request_notes(self, request: Request) -> list[str]:
-        if not request.sources:
-            return self.notes(request.prompt)
-        return self.sourced.frame.source_notes(self.plain(request.prompt), self.grids(request))
+        frame = self.sourced.frame if request.sources else self.frame
+        return frame.notes(self.plain(request.prompt), self.grids(request))
 
     def negative_notes(self, negative: str) -> list[str]:
         """The same of a negative prompt."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from lantern_hpu.errors import WeightsError, needing
 from lantern_hpu.files import check_content, reading
 from lantern_hpu.models.config import T5Config
-from lantern_hpu.models.files.checkpoint import SINGLES, open_as_stored
+from lantern_hpu.models.files.checkpoint import SINGLES
 from lantern_hpu.models.files.names import indexed_files, weights_files
 from lantern_hpu.models.text.prefix import TextConditioner, TextFeatures
 from lantern_hpu.ops.buffers import ToDevice, to_device
@@ -145,8 +145,12 @@ class T5Conditioner(TextConditioner):
         keep: str = "host",  # where the encoder stays between prompts; "free" drops it and reads it again
     ) -> None:
         check_t5_files(folder)
-        self.folder, self.prefix, self.dtype, self.device = folder, prefix, dtype, device
-        self.keep, self.to_device = keep, to_device
+        self.folder = folder
+        self.prefix = prefix
+        self.dtype = dtype
+        self.device = device
+        self.keep = keep
+        self.to_device = to_device
         # A server encodes in one thread, reads what is known in another, and counts tokens in a third
         self._encoding = threading.Lock()  # of the encoder
         self._lock = threading.Lock()  # of the tokenizer and of what is known: never held for long
@@ -172,8 +176,8 @@ class T5Conditioner(TextConditioner):
         for row, known in enumerate(found[prompt] for prompt in prompts):
             features[row, self.prefix - len(known) :] = known
             valid[row, self.prefix - len(known) :] = True
-        up, device = self.to_device, self.device
-        return TextFeatures(up(features, device), up(valid, device))
+        up = self.to_device
+        return TextFeatures(up(features, self.device), up(valid, self.device))
 
     def prepare(self, prompts: Sequence[str]) -> None:
         """Encode the prompts that are not known yet, then put the encoder where `keep` says."""
@@ -233,14 +237,12 @@ class T5Conditioner(TextConditioner):
                 max_length=self.prefix,
                 padding="max_length",
                 truncation=True,
-                return_attention_mask=True,
-                add_special_tokens=True,
                 return_tensors="pt",
             )
-        ids, mask = tokens["input_ids"], tokens["attention_mask"]  # [1, P] int64, pads on the right
-        encoded = self._encoder(input_ids=ids.to(self.device), attention_mask=mask.to(self.device))
+        count = int(tokens["attention_mask"].sum())  # of [1, P] int64, pads on the right
+        encoded = self._encoder(**tokens.to(self.device))
         hidden = encoded.last_hidden_state[0].to(self.dtype).cpu()  # [P, C]
-        return hidden[: int(mask.sum())].clone()
+        return hidden[:count].clone()
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -263,14 +265,11 @@ class T5Conditioner(TextConditioner):
                     output_loading_info=True,
                     **{option: self.dtype},
                 )
-            if info["missing_keys"]:  # transformers fills them with noise
-                stored = open_as_stored(self.folder).within("model.")
-                tied = "encoder.embed_tokens.weight"
-                if missing := sorted({*info["missing_keys"]} - {tied, *stored.shapes})[:5]:
-                    why = f"it lacks {', '.join(missing)}"
-                    raise WeightsError(f"{self.folder} is not a T5 encoder", why)
-                held = {n: stored.read(n) for n in encoder.state_dict() if n in stored}
-                encoder.load_state_dict(held, strict=False)
+            # transformers fills what is missing with noise, but for the table, which is tied
+            missing = sorted({*info["missing_keys"]} - {"encoder.embed_tokens.weight"})
+            if missing:
+                why = f"it lacks {', '.join(missing[:5])}"
+                raise WeightsError(f"{self.folder} is not a T5 encoder", why)
             self._encoder = encoder.eval().requires_grad_(False)
         self._encoder = self._encoder.to(self.device)
 
