@@ -33,8 +33,15 @@ from lantern_hpu.zoo.find import find_parts
 from tests import test_glm_image
 from tests.emulated import emulated, rules
 from tests.marks import mostly_slow
-from tests.test_glm_draws import p_value, reference_order
-from tests.test_glm_image import GREEDY, PROMPTS, opened, pipeline_of, reference
+from tests.test_glm_image import (
+    GREEDY,
+    PROMPTS,
+    opened,
+    p_value,
+    pipeline_of,
+    reference,
+    reference_order,
+)
 
 pytest.importorskip("transformers.models.glm_image")
 
