@@ -90,11 +90,8 @@ def default_of(devices: Facts) -> Facts:
     except DeviceError as error:
         return {"device": None, "why": spelled(error.what, as_option)}
     if named != "auto":
-        facts = devices[named]
-        return {
-            "device": named if facts["available"] else None,
-            "why": f"{DEVICE_VARIABLE} names {named}",
-        }
+        device = named if devices[named]["available"] else None
+        return {"device": device, "why": f"{DEVICE_VARIABLE} names {named}"}
     passed: list[str] = []
     for name, facts in devices.items():
         if facts["available"]:

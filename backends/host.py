@@ -31,7 +31,8 @@ GROUPS = (
 def processor_name() -> str:
     """The processor's model name, and its number: a virtual machine's name, such as AMD EPYC, tells no generation."""
     name = cpuinfo("model name") or platform.processor() or platform.machine()
-    family, model = cpuinfo("cpu family"), cpuinfo("model")
+    family = cpuinfo("cpu family")
+    model = cpuinfo("model")
     return f"{name} (family {family}, model {model})" if family and model else name
 
 

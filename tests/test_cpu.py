@@ -95,13 +95,19 @@ def test_what_inductor_compiles_stays_plain() -> None:
 
 
 @needs_library
-@pytest.mark.parametrize("layout", ["native", "plain"])
-def test_an_image_is_drawn_again_in_its_layout(model: Path, tmp_path: Path, layout: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("layout", "native"), ("layout", "plain"), ("kernels", "auto"), ("kernels", "plain")],
+)
+def test_an_image_is_drawn_again_by_the_same_code(
+    model: Path, tmp_path: Path, name: str, value: str
+) -> None:
     first, again = tmp_path / "first.png", tmp_path / "again.png"
     here = ["--model", str(model), "--device", "cpu"]
-    assert main([*here, "--prompt", PROMPT, "--layout", layout, "--output", str(first)]) == 0
+    asked = ["--prompt", PROMPT, f"--{name}", value, "--method", "ar", "--dtype", "bfloat16"]
+    assert main([*here, *asked, "--output", str(first)]) == 0
     assert main([*here, "--from-png", str(first), "--output", str(again)]) == 0
-    assert read_png(again)["config"]["layout"] == layout
+    assert [read_png(file)["config"][name] for file in (first, again)] == [value] * 2
 
 
 # ------------------------------------------------------------------------------------ formats
@@ -190,6 +196,9 @@ def threads() -> Iterator[Callable[[int], None]]:
     torch.set_num_threads(before)
 
 
+LONG = 2 * RETRY_FACTOR * 63  # steps until more threads are tried again
+
+
 class Machine:
     """A processor whose steps take as long as a test says, by the threads that run them."""
 
@@ -206,6 +215,13 @@ class Machine:
         self.ran.append(torch.get_num_threads())
         self.now += self.seconds[self.ran[-1]]
         return torch.zeros(1)
+
+    def run(self, pace: ThreadTuner, steps: int) -> list[int]:
+        """So many steps of an image: the threads of each."""
+        self.ran.clear()
+        for _ in range(steps):
+            pace(self.step)
+        return self.ran
 
 
 def paced(machine: Machine) -> ThreadTuner:
@@ -262,19 +278,12 @@ def test_steps_that_become_slow_are_looked_at(threads: Callable[[int], None]) ->
     threads(2)
     machine = Machine(t1=0.015, t2=0.01)
     pace = paced(machine)
-    for _ in range(20):
-        pace(machine.step)
-    assert set(machine.ran) == {2}
+    assert set(machine.run(pace, 20)) == {2}
     machine.seconds = {1: 0.03, 2: 0.6}
-    machine.ran.clear()
-    for _ in range(20):
-        pace(machine.step)
-    assert machine.ran.count(2) <= 4 and machine.ran[-10:] == [1] * 10
+    ran = machine.run(pace, 20)
+    assert ran.count(2) <= 4 and ran[-10:] == [1] * 10
     machine.seconds = {1: 0.015, 2: 0.01}
-    machine.ran.clear()
-    for _ in range(2 * RETRY_FACTOR * 63):
-        pace(machine.step)
-    assert machine.ran[-1] == 2
+    assert machine.run(pace, LONG)[-1] == 2
 
 
 def test_a_busy_machine_whose_trials_misled_is_looked_at_again(
@@ -287,19 +296,15 @@ def test_a_busy_machine_whose_trials_misled_is_looked_at_again(
     pace = paced(machine)
     assert pace.count == 2
     machine.seconds = {1: 0.75, 2: 7.6}
-    for _ in range(60):
-        pace(machine.step)
-    assert machine.ran[-20:] == [1] * 20
+    assert machine.run(pace, 60)[-20:] == [1] * 20
 
 
 def test_trying_again_in_vain_costs_little(threads: Callable[[int], None]) -> None:
     threads(2)
     machine = Machine(t1=0.01, t2=0.5)
     pace = paced(machine)
-    for _ in range(20_000):
-        pace(machine.step)
-    assert machine.ran.count(2) >= 2  # it does look
-    assert 0.49 * machine.ran.count(2) < 0.02 * machine.now
+    looks = machine.run(pace, 20_000).count(2)
+    assert 2 <= looks < 0.02 * machine.now / 0.49
 
 
 def test_waiting_between_the_steps_of_a_search_is_no_trial(
@@ -315,9 +320,7 @@ def test_waiting_between_the_steps_of_a_search_is_no_trial(
         machine.now += 3600
     assert (pace.count, pace.searching) == (1, False)
     machine.seconds = {1: 0.015, 2: 0.01}
-    for _ in range(2 * RETRY_FACTOR * 63):
-        pace(machine.step)
-    assert machine.ran[-1] == 2
+    assert machine.run(pace, LONG)[-1] == 2
 
 
 def test_threads_that_are_asked_for_are_taken(

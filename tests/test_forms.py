@@ -18,7 +18,7 @@ from torch import Tensor
 from lantern_hpu.backends.base import get_backend
 from lantern_hpu.backends.cuda import forms
 from lantern_hpu.backends.cuda.backend import CUDABackend, CUDAPlan
-from lantern_hpu.backends.cuda.forms import CUBLAS, AskedProduct, Forms, products_of
+from lantern_hpu.backends.cuda.forms import CUBLAS, AskedProduct, BlockProduct, Forms, products_of
 from lantern_hpu.backends.cuda.kernels.programs import FORMS
 from lantern_hpu.backends.examine import ask
 from lantern_hpu.commands.doctor import describe_device
@@ -169,6 +169,10 @@ def test_a_choice_of_another_card_driver_or_version_is_not_used(part: str) -> No
 
 def test_what_differs_in_a_product_is_asked_for_itself() -> None:
     """Rows, format, blocks, and what stands around it."""
+
+    def gate_up(blocks: Any) -> list[BlockProduct]:
+        return [products_of(block)["gate_up"] for block in blocks]
+
     whole = asked()
     wider = Target(tiny_config(dim=128)).layers
     bfloat16, small = tiny_models()[0].layers.bfloat16(), tiny_models()[0].layers
@@ -178,14 +182,9 @@ def test_what_differs_in_a_product_is_asked_for_itself() -> None:
         whole._replace(parts=whole.parts[:1]),
         whole._replace(parts=[part._replace(norm=None) for part in whole.parts]),
         whole._replace(name="down"),
-        whole._replace(parts=[products_of(block)["gate_up"] for block in wider]),
-        whole._replace(parts=[products_of(block)["gate_up"] for block in bfloat16]),
-        whole._replace(
-            parts=[products_of(block)["gate_up"] for block in small], dtype=torch.float32
-        ),
-        whole._replace(
-            parts=[products_of(block)["gate_up"] for block in small], dtype=torch.bfloat16
-        ),
+        whole._replace(parts=gate_up(wider)),
+        whole._replace(parts=gate_up(bfloat16)),
+        *(whole._replace(parts=gate_up(small), dtype=of) for of in (torch.float32, torch.bfloat16)),
     ]
     found = {str(one) for one in (whole, *others)}
     assert len(found) == 1 + len(others) and str(asked()) in found
@@ -216,11 +215,13 @@ def test_where_nothing_can_be_kept_cublas_serves(
     assert form == CUBLAS and "the cache folder" in line
 
 
-def test_a_kept_choice_can_be_edited() -> None:
+def test_a_kept_choice_can_be_read_and_edited() -> None:
     """A form is pinned by its name in the file; one that is none is refused, with what serves."""
     chosen(Card(multiply_add=1.0))
+    saved = json.loads(kept()[0].read_text())
+    assert saved["machine"] == MACHINE and saved["form"] == "multiply_add 2x256"
+    assert saved["product"]["name"] == "product norm + gate_up, 192 x 64 float32, 2 layers, 2 rows"
     for form in ("multiply_add 4x256", CUBLAS, "toaster"):
-        saved = json.loads(kept()[0].read_text())
         kept()[0].write_text(json.dumps(saved | {"form": form, "why": "mine"}))
         served = CUBLAS if form == "toaster" else form
         why = "toaster is refused: KeyError: 'toaster'" if form == "toaster" else "mine"
@@ -355,10 +356,3 @@ def test_a_run_is_timed_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(testing, "do_bench_cudagraph", clock)
     runs: list[int] = []
     assert forms.Card().seconds(lambda: runs.append(1)) == 0.00025 and runs == [1]
-
-
-def test_saved_choices_are_readable(cache: Path) -> None:
-    chosen(Card(multiply_add=1.0))
-    saved = json.loads(kept()[0].read_text())
-    assert saved["machine"] == MACHINE and saved["form"] == "multiply_add 2x256"
-    assert saved["product"]["name"] == "product norm + gate_up, 192 x 64 float32, 2 layers, 2 rows"

@@ -153,21 +153,41 @@ def test_what_is_loaded_already_is_followed(monkeypatch: Patch, lazy: bool) -> N
     assert flags.chosen == {} and environ == {}
 
 
+COLLECTIVES = "PT_HPU_ENABLE_LAZY_COLLECTIVES"
+IN_PLACE, REUSE = env.IN_PLACE.name, env.INPUT_REUSE.name
+
+
 @pytest.mark.parametrize(
-    ("mode", "environ", "needs"),
+    ("flag", "mode", "version", "environ", "value"),
     [
-        ("hpu_graph", {"WORLD_SIZE": "8"}, True),
-        ("hpu_graph", {"OMPI_COMM_WORLD_SIZE": "8"}, True),
-        ("hpu_graph", {"WORLD_SIZE": "1"}, False),
-        ("hpu_graph", {}, False),
-        ("compile", {"WORLD_SIZE": "8"}, False),
+        (COLLECTIVES, "hpu_graph", "1.24.0", {"WORLD_SIZE": "8"}, "true"),
+        (COLLECTIVES, "hpu_graph", "1.24.0", {"OMPI_COMM_WORLD_SIZE": "8"}, "true"),
+        (COLLECTIVES, "hpu_graph", "1.24.0", {"WORLD_SIZE": "1"}, None),
+        (COLLECTIVES, "hpu_graph", "1.24.0", {}, None),
+        (COLLECTIVES, "compile", "1.24.0", {"WORLD_SIZE": "8"}, None),
+        (IN_PLACE, "compile", "1.19.0", {}, "0"),
+        (IN_PLACE, "compile", "1.19.0", {IN_PLACE: "1"}, None),
+        (IN_PLACE, "hpu_graph", "1.19.0", {}, None),
+        (REUSE, "compile", "1.24.0", {}, "0"),
+        (REUSE, "compile", "1.24.0", {REUSE: "1"}, None),
+        (REUSE, "hpu_graph", "1.24.0", {}, None),
     ],
 )
-def test_lazy_collectives_need_lazy_mode_and_several_processes(
-    mode: str, environ: dict[str, str], needs: bool
+def test_a_flag_is_set_where_it_is_needed(
+    monkeypatch: Patch,
+    flag: str,
+    mode: str,
+    version: str,
+    environ: dict[str, str],
+    value: str | None,
 ) -> None:
-    chosen = prepare_flags(mode, environ=dict(environ)).chosen
-    assert chosen.get("PT_HPU_ENABLE_LAZY_COLLECTIVES") == ("true" if needs else None)
+    """Of several processes, and what keeps state right outside lazy mode; not over the user's own."""
+    pretend(monkeypatch, torch=FORK, habana_torch_plugin=version)
+    flags = prepare_flags(mode, environ=dict(environ))
+    assert flags.chosen.get(flag) == value
+    assert flags.respected == {name: own for name, own in environ.items() if name == flag}
+    wanted = value is not None or flag in environ
+    assert any(setting.name == flag for setting in flags.settings) == wanted
 
 
 def test_recipe_cache_is_one_local_folder_for_all_ranks(tmp_path: Path) -> None:
@@ -224,24 +244,6 @@ def test_the_plugins_version_picks_the_release(
     assert [str(w.message) for w in said] == (
         [] if known else [f"bridge {version[:4]} was not read; the contract of {release} is used"]
     )
-
-
-@pytest.mark.parametrize(
-    ("version", "flag"),
-    [
-        ("1.19.0", "PT_HPU_USE_INPLACE_INDEX_COPY"),
-        ("1.24.0", "PT_HPU_ENABLE_SYNAPSE_INPUT_REUSE"),
-    ],
-)
-def test_compile_mode_sets_what_keeps_state_right(
-    monkeypatch: Patch, version: str, flag: str
-) -> None:
-    pretend(monkeypatch, torch=FORK, habana_torch_plugin=version)
-    assert prepare_flags("compile", environ={}).chosen[flag] == "0"
-    assert flag not in prepare_flags("hpu_graph", environ={}).chosen
-    mine = prepare_flags("compile", environ={flag: "1"})
-    assert flag not in mine.chosen and mine.respected == {flag: "1"}
-    assert any(setting.name == flag and setting.otherwise for setting in mine.settings)
 
 
 @pytest.mark.parametrize(

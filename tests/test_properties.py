@@ -137,7 +137,7 @@ def ask_generated(server: Running, count: int) -> list[int]:
     return statuses
 
 
-@pytest.mark.parametrize("count", mostly_slow([150, 2000], 150))
+@pytest.mark.parametrize("count", mostly_slow([150, 1000], 150))
 def test_no_body_is_a_failure_of_the_server(server: Running, count: int) -> None:
     statuses = ask_generated(server, count)
     assert 200 in statuses and 400 in statuses
@@ -176,7 +176,7 @@ def test_fields_at_the_ends_of_their_ranges_are_no_failure_of_the_server(
     chosen = random.Random(0)
     with served(options) as running, httpx.Client() as client:
         statuses = []
-        for _ in range(500):
+        for _ in range(250):
             fields = {name: chosen.choice(ENDS[name]) for name in chosen.sample([*ENDS], 2)}
             if "method" in fields:
                 mark = "" if fields["method"].startswith("@") else ":"

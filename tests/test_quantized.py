@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -78,11 +79,9 @@ def small_layers(module: nn.Module) -> dict[str, QuantizedLinear]:
 def test_a_folder_holds_what_loading_rounds_to(public: Path, tmp_path: Path, family: str) -> None:
     """All layers and the head, and no embedding; with the bytes that a plan says."""
     converted = tmp_path / "small"
-    if (public / family / "text").exists():
-        given = PartOverrides(text=str(public / family / "text"))
-        write_converted(str(public / family), converted, "auto", given, "int8")
-    else:
-        write_converted(str(public / family), converted, "auto", quantize="int8")
+    text = public / family / "text"
+    given = PartOverrides(text=str(text)) if text.exists() else PartOverrides()
+    write_converted(str(public / family), converted, "auto", given, "int8")
     there, here = loaded(converted), loaded(public / family, quantize="int8")
     assert there.quantize == here.quantize == "int8"
     mine, theirs = there.target.state_dict(), here.target.state_dict()
@@ -95,125 +94,90 @@ def test_a_folder_holds_what_loading_rounds_to(public: Path, tmp_path: Path, fam
     assert there.fingerprint == here.fingerprint == plain.fingerprint
 
 
-def test_a_folder_draws_the_images_of_its_model(model: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def small(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model's folder with int8 matrices."""
+    folder = tmp_path_factory.mktemp("int8") / "small"
+    assert "target" in convert(str(model), folder, "auto", PartOverrides(), "int8")
+    return folder
+
+
+def test_a_folder_draws_the_images_of_its_model(model: Path, small: Path) -> None:
     """By its drafter, too; and the images say so."""
-    said = convert(str(model), tmp_path / "small", "auto", PartOverrides(), "int8")
-    assert "target" in said
     drawn: list[Any] = []
-    for folder, quantize in ((model, "int8"), (tmp_path / "small", None)):
+    for folder, quantize in ((model, "int8"), (small, None)):
         pipeline = LanternPipeline.from_pretrained(str(folder), quantize=quantize)
         result = pipeline(["a red cat"] * 2, seed=3, method="eagle", output_type="tokens")
         assert result.config["quantize"] == "int8"
         drawn.append(result.tokens)
         pipeline.close()
     assert np.array_equal(drawn[0], drawn[1])
-    assert (
-        2 * (tmp_path / "small" / "target.safetensors").stat().st_size
-        < 1.2 * (model / "target.safetensors").stat().st_size
-    )
+    sizes = [(folder / "target.safetensors").stat().st_size for folder in (small, model)]
+    assert 2 * sizes[0] < 1.2 * sizes[1]
 
 
-def test_what_reads_plain_matrices_refuses_quantised_ones(model: Path, tmp_path: Path) -> None:
+def test_what_reads_plain_matrices_refuses_quantised_ones(small: Path) -> None:
     """Training a drafter, widening a model, and measuring what int8 costs."""
-    write_converted(str(model), tmp_path / "small", "auto", quantize="int8")
-    small = str(tmp_path / "small")
     with pytest.raises(OptionError, match="its matrices are int8"):
-        begin(loaded(tmp_path / "small"), finetune=False, seed=0)
-    opened = open_model(find_parts(small))
+        begin(loaded(small), finetune=False, seed=0)
+    opened = open_model(find_parts(str(small)))
     with pytest.raises(OptionError, match="its matrices are int8"):
         stretch_model(opened, "llamagen-b", opened.config.target, None, None)
-    command = ["fidelity", "--model", small, "--quantize", "int8", "--method", "ar"]
+    command = ["fidelity", "--model", str(small), "--quantize", "int8", "--method", "ar"]
     assert cli.main(command) == 2
 
 
-def changed(folder: Path, goal: Path, quantized: Any) -> Path:
-    """A converted folder that says something else of its matrices."""
-    write_converted(str(folder), goal, "auto", quantize="int8")
-    about = json.loads((goal / "model.json").read_text())
-    (goal / "model.json").write_text(json.dumps(about | {"quantized": quantized}))
-    return goal
+def filled(leaf: str, value: float) -> Callable[[Any], object]:
+    """Puts a number into the first row of the head's tensor."""
+    return lambda stored: stored[f"target.head.{leaf}"][:1].fill_(value)
 
 
-@pytest.mark.parametrize(
-    ("quantized", "named"),
-    [
-        ({"format": "int8", "version": 2}, "int8 of version 2"),
-        ({"format": "int4", "version": 1}, "int4 of version 1"),
-        ("int8", "int8 of version None"),
-        (None, "holds torch.int8|unknown"),
-    ],
-)
-def test_a_folder_of_another_version_is_refused(
-    model: Path, tmp_path: Path, quantized: Any, named: str
+def as_floats(stored: Any) -> None:
+    stored["target.head.weight"] = stored["target.head.weight"].float()
+
+
+INT8 = {"format": "int8", "version": 1}
+# What a folder says of its matrices, a change of its tensors, and the complaint
+REFUSED: dict[str, tuple[Any, Callable[[Any], object], str]] = {
+    "another version": (INT8 | {"version": 2}, len, "int8 of version 2"),
+    "another format": (INT8 | {"format": "int4"}, len, "int4 of version 1"),
+    "no version": ("int8", len, "int8 of version None"),
+    "nothing": (None, len, "holds torch.int8|unknown"),
+    "no scales": (INT8, lambda stored: stored.pop("target.head.scale"), r"head\.scale"),
+    "floats": (INT8, as_floats, r"head\.weight holds"),
+    # Kernels differ in what they make of these
+    "-128": (INT8, filled("weight", -128), r"target\.head\.weight holds numbers"),
+    "a scale of NaN": (INT8, filled("scale", math.nan), r"target\.head\.scale holds numbers"),
+    "an infinite scale": (INT8, filled("scale", math.inf), r"target\.head\.scale holds numbers"),
+    "a negative scale": (INT8, filled("scale", -1.0), r"target\.head\.scale holds numbers"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_folder_that_this_version_does_not_write_is_refused(
+    case: str, small: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(WeightsError, match=named):
-        loaded(changed(model, tmp_path / "small", quantized))
-
-
-def with_target(model: Path, goal: Path, change: Callable[[Any], object]) -> Path:
-    """An int8 folder whose target's tensors were changed, and whose checksums are right again."""
-    folder = changed(model, goal, {"format": "int8", "version": 1})
+    """Its checksums are right."""
+    described, change, complaint = REFUSED[case]
+    folder = Path(shutil.copytree(small, tmp_path / "small"))
     file = folder / "target.safetensors"
     stored = load_file(file)
     change(stored)
     save_file(stored, file)
-    about = json.loads((folder / "model.json").read_text())
+    about = json.loads((folder / "model.json").read_text()) | {"quantized": described}
     about["files"][file.name] = sha256(file)
     (folder / "model.json").write_text(json.dumps(about))
-    return folder
-
-
-@pytest.mark.parametrize("spoiled", ["without scales", "floats"])
-def test_a_folder_whose_matrices_are_others_is_refused(
-    model: Path, tmp_path: Path, spoiled: str
-) -> None:
-    def change(stored: dict[str, torch.Tensor]) -> None:
-        if spoiled == "floats":
-            stored["target.head.weight"] = stored["target.head.weight"].float()
-        else:
-            del stored["target.head.scale"]
-
-    folder = with_target(model, tmp_path / "small", change)
-    with pytest.raises(WeightsError, match=r"head\.(scale|weight holds)"):
+    with pytest.raises(WeightsError, match=complaint):
         loaded(folder)
 
 
-OUTSIDE = {
-    "-128": ("weight", lambda tensor: tensor.fill_(-128)),
-    "a scale of NaN": ("scale", lambda tensor: tensor.fill_(math.nan)),
-    "an infinite scale": ("scale", lambda tensor: tensor.fill_(math.inf)),
-    "a negative scale": ("scale", lambda tensor: tensor.fill_(-1.0)),
-}
-
-
-@pytest.mark.parametrize("case", OUTSIDE)
-def test_numbers_that_rounding_does_not_give_are_refused(
-    case: str, model: Path, tmp_path: Path
+def test_formats_that_a_folder_cannot_have_are_refused(
+    model: Path, small: Path, tmp_path: Path
 ) -> None:
-    """Kernels differ in what they make of them."""
-    leaf, spoil = OUTSIDE[case]
-    name = f"target.head.{leaf}"
-    folder = with_target(model, tmp_path / "small", lambda stored: spoil(stored[name][:1]))
-    with pytest.raises(WeightsError, match=rf"target\.head\.{leaf} holds numbers"):
-        loaded(folder)
-
-
-def test_a_format_that_a_small_folder_cannot_have_is_refused(model: Path, tmp_path: Path) -> None:
-    """Its matrices would stay as they are."""
-    write_converted(str(model), tmp_path / "small", "auto", quantize="int8")
-    command = [
-        "models",
-        "convert",
-        str(tmp_path / "small"),
-        str(tmp_path / "again"),
-        "--dtype",
-        "bfloat16",
-    ]
-    assert cli.main(command) == 2 and not (tmp_path / "again").exists()
-    assert cli.main([*command[:-1], "auto"]) == 0
-
-
-def test_another_format_is_refused(model: Path, tmp_path: Path) -> None:
+    """Matrices of 8 bits would stay as they are; there are none of 4."""
+    command = ["models", "convert", str(small), str(tmp_path / "again"), "--dtype"]
+    assert cli.main([*command, "bfloat16"]) == 2 and not (tmp_path / "again").exists()
+    assert cli.main([*command, "auto"]) == 0
     with pytest.raises(OptionError, match="int4"):
         convert(str(model), tmp_path / "small", "auto", PartOverrides(), "int4")
 
@@ -226,9 +190,8 @@ class NoSmallMatrices(CPUBackend):
 def test_a_device_without_them_has_the_same_numbers_in_its_format(model: Path) -> None:
     """And says so in a line."""
     found = loaded(model, quantize="int8")
-    kept = {
-        name: layer.dequantized(torch.float32) for name, layer in small_layers(found.target).items()
-    }
+    layers = small_layers(found.target)
+    kept = {name: layer.dequantized(torch.float32) for name, layer in layers.items()}
     note = DevicePlan(NoSmallMatrices(), torch.float32).keep_quantized(found.stepping, "int8")
     assert note == "other keeps no int8 matrices: it draws with the same numbers in float32"
     for module in found.stepping:
@@ -243,18 +206,15 @@ needs_native = pytest.mark.skipif(native.open_library()[0] is None, reason="no n
 
 @needs_native
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    "method", ["ar", "eagle@deep_7", "eagle2", "scd@4", "sjd-pac@2:2x1", "lantern++@broad_7"]
-)
-def test_an_image_does_not_depend_on_its_batch(model: Path, method: str, dtype: str) -> None:
+def test_an_image_does_not_depend_on_its_batch(model: Path, dtype: str) -> None:
     """Trees, windows, prefill and relaxation."""
-    pipe = LanternPipeline.from_pretrained(
-        str(model), quantize="int8", dtype=dtype, layout="native"
-    )
-    asked: dict[str, Any] = {"method": method, "output_type": "tokens"}
-    together = pipe(["a red cat", "an apple", "blue"], seed=5, **asked).tokens
-    alone = pipe("an apple", seed=6, **asked).tokens
-    assert together[1].tolist() == alone[0].tolist()
+    how: dict[str, Any] = {"quantize": "int8", "dtype": dtype, "layout": "native"}
+    pipe = LanternPipeline.from_pretrained(str(model), **how)
+    for method in ("eagle@deep_7", "eagle2", "scd@4", "sjd-pac@2:2x1", "lantern++@broad_7"):
+        asked: dict[str, Any] = {"method": method, "output_type": "tokens"}
+        together = pipe(["a red cat", "an apple", "blue"], seed=5, **asked).tokens
+        alone = pipe("an apple", seed=6, **asked).tokens
+        assert together[1].tolist() == alone[0].tolist(), method
     pipe.close()
 
 

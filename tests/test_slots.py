@@ -19,7 +19,6 @@ from lantern_hpu.core import ImageRecord, Request, check_valid
 from lantern_hpu.decode.batch import Batch
 from lantern_hpu.errors import InvalidImageError
 from lantern_hpu.methods.relaxation import Multiplicative
-from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import read_png
 from lantern_hpu.tree import DraftTree, DynamicTree, Tree, load_static, load_tree
@@ -213,16 +212,6 @@ def test_more_images_than_slots_are_the_same_on_the_emulated_card(
             assert got.graph["device"]["graph_compilations"] == 0
 
 
-@pytest.mark.parametrize("size", mostly_slow([1, 3], 3))
-@pytest.mark.parametrize("method", mostly_slow(METHODS, "lantern++", "scd"))
-def test_batch_size_changes_no_image(model: Path, method: str, size: int) -> None:
-    pipeline = LanternPipeline.from_pretrained(str(model))
-    prompts = ["red cat", "apple", "blue", "on red", "cat"]
-    got = pipeline(prompts, seed=2, method=method, batch_size=size)
-    want = [pipeline(p, seed=2 + i, method=method).tokens[0] for i, p in enumerate(prompts)]
-    assert got.tokens.tolist() == [tokens.tolist() for tokens in want]
-
-
 # Written at once
 
 
@@ -252,7 +241,7 @@ def test_images_are_written_as_they_come_and_resume_draws_the_rest(
     first = {file.name: file.read_bytes() for file in out.iterdir()}
     assert len(first) == 2
     assert folder_run(model, out) == 2  # existing files are not overwritten
-    assert folder_run(model, out, "--resume", "--report", tmp_path / "report.json") == 0
+    assert folder_run(model, out, "--resume", "--batch-size", 3) == 0
     files = {file.name: read_png(file) for file in out.iterdir()}
     assert files == {file.name: read_png(file) for file in whole.iterdir()}
     assert all((out / name).read_bytes() == data for name, data in first.items())

@@ -108,14 +108,6 @@ def test_jacobi_draws_the_tokens_of_one_token_decoding(
     assert sum(drawn.steps) < sum(alone.steps)
 
 
-def test_jacobi_differs_in_no_token_of_200_images(models: Models) -> None:
-    requests = [request(PROMPTS[seed % 4], seed) for seed in range(200)]
-    alone = sample(models, Window.of("jacobi", 0), requests)
-    drawn = sample(models, Window.of("jacobi", 8), requests)
-    assert int((drawn.tokens != alone.tokens).sum()) == 0
-    assert sum(drawn.steps) < 0.9 * sum(alone.steps)
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("settings", mostly_slow(["guided", "unguided top-p"]))
 def test_one_token_decoding_with_fixed_noise_keeps_the_distribution(settings: str) -> None:
@@ -250,15 +242,6 @@ def test_jacobi_refuses_a_relaxed_request_in_a_batch(models: Models) -> None:
     relaxed = [request(relaxation=Multiplicative(3, lam=2.0))]
     with pytest.raises(OptionError, match="jacobi takes no relaxation"):
         sample(models, Window.of("jacobi", 2), relaxed)
-
-
-@pytest.mark.parametrize("rule", ["jacobi", "scd", "sjd-pac"])
-def test_image_of_a_window_depends_on_no_other_in_its_batch(models: Models, rule: Any) -> None:
-    tree = Window.of(rule, 6)
-    together = [*batch(top_k=9), request("xyz", 3, temperature=0.0)]
-    drawn = sample(models, tree, together).tokens.tolist()
-    for image, one in enumerate(together):
-        assert sample(models, tree, [one]).tokens[0].tolist() == drawn[image]
 
 
 @pytest.mark.parametrize("name", mostly_slow(["scd:6", "sjd-pac:6:3x2", "chain"], "scd:6"))

@@ -32,9 +32,8 @@ from lantern_hpu.ops.sampling import sample_distinct_in_order, sample_in_order
 # In torch's form another number of threads can change the last bit of a float, and the same seed is to be the same
 # image: there fewer threads have to be several times faster to be taken, which on idle cores they are not.
 
-OTHER_BITS_GAIN = (
-    3.0  # times faster than all threads, to be taken although sums may round otherwise
-)
+# Times faster than all threads, to be taken although sums may round otherwise
+OTHER_BITS_GAIN = 3.0
 MIN_GAIN = 0.85  # of the time with more threads, to take fewer: trials are off by a tenth
 STOP_RATIO = 1.1  # times the best: past it, still fewer threads are not tried
 TRIAL_STEPS = 3  # of a trial, at least
@@ -77,7 +76,9 @@ class ThreadTuner(StepTuner):
     ) -> None:
         self.busy = busy
         self.most = self.count = torch.get_num_threads()
-        self.notify, self.clock, self.faster = notify, clock, faster
+        self.notify = notify
+        self.clock = clock
+        self.faster = faster
         self.usual = inf  # seconds of a step with what was chosen
         self.again = inf  # when other numbers are tried once more
         self.searching = False  # in the warm-up, or by the steps of an image
@@ -124,7 +125,9 @@ class ThreadTuner(StepTuner):
 
     def begin(self) -> None:
         """Begin a search; there is none where there is one thread."""
-        self.searching, self.tried, self.spent = self.most > 1, {}, 0.0
+        self.searching = self.most > 1
+        self.tried = {}
+        self.spent = 0.0
         self.count = self.best = self.most
 
     def answer(self, took: float, when: str) -> None:
@@ -137,7 +140,8 @@ class ThreadTuner(StepTuner):
             return
         if self.tried[self.best] * self.faster > self.tried[self.most]:
             self.best = self.most
-        self.count, self.searching = self.best, False
+        self.count = self.best
+        self.searching = False
         self.usual = self.tried[self.count]
         busy = self.faster == 1 and self.busy()  # where no bits depend on the number
         wait = (BUSY_RETRY_FACTOR if busy else RETRY_FACTOR) * self.spent
@@ -161,7 +165,8 @@ COMPILED = "inductor takes no call of C"
 LARGE = 256 * 2**20
 # Drafts of a window: with guidance, a step over it fills 6 or 12 rows, which the native decoder multiplies at once.
 # At LlamaGen-XL's sizes the longer one is faster with AVX512-BF16, and slower than `ar` with AVX2 or weights of 8 bits.
-WINDOW, BF16_WINDOW = 2, 5
+WINDOW = 2
+BF16_WINDOW = 5
 
 
 @dataclass(frozen=True)
@@ -247,7 +252,8 @@ class CPUBackend(Backend):
 
     def best_dtype(self, parameters: int = 0) -> tuple[str, str]:
         """bfloat16 where something takes it and reading the model takes the time; a small model keeps exact figures."""
-        taken_by, size = bfloat16_taken_by(), 4 * parameters
+        taken_by = bfloat16_taken_by()
+        size = 4 * parameters
         if not taken_by:
             return "float32", "this processor does not multiply bfloat16 natively"
         if size < LARGE:

@@ -112,7 +112,8 @@ class AskedProduct(NamedTuple):
 
     def __str__(self) -> str:
         """All that a choice may depend on, but for the machine."""
-        (linear, norm, *_), layers = self.parts[0], len(self.parts)
+        (linear, norm, *_) = self.parts[0]
+        layers = len(self.parts)
         around = ["norm"] * (norm is not None) + [self.name] + ["bias"] * (linear.bias is not None)
         sizes = f"{linear.out_features} x {linear.in_features} {dtype_name(linear.weight.dtype)}"
         if self.small:
@@ -130,18 +131,21 @@ class AskedProduct(NamedTuple):
     def example(self) -> tuple[Any, ...]:
         """Random arguments of `kernels.product`, like those of the first block."""
         linear, norm, gated, adds = self.parts[0]
-        (columns, depth), like = linear.weight.shape, linear.weight
+        (columns, depth) = linear.weight.shape
+        like = linear.weight
         dtype = self.dtype if self.small else like.dtype
         seeded = torch.Generator(like.device).manual_seed(0)
 
         def some(*shape: int) -> Tensor:
             return torch.randn(shape, generator=seeded, device=like.device).to(dtype)
 
-        weight, row_scale = some(columns, depth) * depth**-0.5, None
+        weight = some(columns, depth) * depth**-0.5
+        row_scale = None
         if self.small:
             weight, row_scale = quantized(weight)
         bias = None if linear.bias is None else some(columns)
-        scale, residual = some(depth) if norm else None, some(self.rows, columns) if adds else None
+        scale = some(depth) if norm else None
+        residual = some(self.rows, columns) if adds else None
         return some(self.rows, depth), weight, bias, scale, residual, 1e-5, gated, row_scale
 
 
@@ -155,7 +159,9 @@ class Forms:
     """Chooses forms on a card, and remembers them; `note` is given each product's name and its choice in a line."""
 
     def __init__(self, kernels: Kernels, card: Card, note: Callable[[str, str], object]) -> None:
-        self.kernels, self.card, self.note = kernels, card, note
+        self.kernels = kernels
+        self.card = card
+        self.note = note
 
     @cached_property
     def machine(self) -> dict[str, str]:
@@ -246,7 +252,8 @@ class Forms:
             return ""
         given = asked.example()
         on_host: list[Any] = [v.cpu() if isinstance(v, Tensor) else v for v in given]
-        wanted, run = product(*on_host), partial(self.multiply, form, *given)
+        wanted = product(*on_host)
+        run = partial(self.multiply, form, *given)
         slack = checks.tolerance(wanted.dtype)
         return checks.fault(Candidate(lambda: run, [((), [wanted])], slack))
 
@@ -286,7 +293,8 @@ class BlockForms:
         """
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return False
-        rows, blocks = x.numel() // x.shape[-1], list(self.parts.values())
+        rows = x.numel() // x.shape[-1]
+        blocks = list(self.parts.values())
         if rows not in self.chosen:
             self.chosen[rows] = {
                 name: self.forms.choose(
@@ -300,11 +308,13 @@ class BlockForms:
         self, block: Any, x: Tensor, more: Tensor | None, *attended: Any
     ) -> tuple[Tensor, Tensor | None]:
         """`Block.residual` without its case of words: of x + more [R, T, H]; the second may be in the first."""
-        chosen, parts = self.chosen[x.numel() // x.shape[-1]], self.parts[block]
+        chosen = self.chosen[x.numel() // x.shape[-1]]
+        parts = self.parts[block]
 
         def enter(name: str, x: Tensor, more: Tensor | None) -> tuple[Tensor, Tensor]:
             """x + more, and the product of its norm."""
-            (linear, norm, gated, _), form = parts[name], chosen[name]
+            (linear, norm, gated, _) = parts[name]
+            form = chosen[name]
             if form == CUBLAS and norm is not None and more is not None:
                 x, normed = norm.add(x, more)
                 y = linear(normed)

@@ -342,18 +342,13 @@ def _wanted(lazy: bool, env: Mapping[str, str], release: Release) -> Iterator[Fl
     if logs is not None:
         writes = "the runtime writes its logs there, and ends the process where it cannot"
         yield FlagSetting(LOGS, logs, writes, f"without it they go to {DEFAULT_LOGS}")
-    if lazy and _world_size(env) > 1:
+    processes = env.get("WORLD_SIZE") or env.get("OMPI_COMM_WORLD_SIZE") or "1"
+    if lazy and processes != "1":  # started together, by torchrun or by MPI
         several = "HPU graphs on several cards need it"
         off = "false ends a capture at the first collective"
         yield FlagSetting("PT_HPU_ENABLE_LAZY_COLLECTIVES", "true", several, off)
     if not lazy:
         yield from release.state_flags
-
-
-def _world_size(env: Mapping[str, str]) -> int:
-    """Processes started together, by torchrun or by MPI."""
-    size = env.get("WORLD_SIZE") or env.get("OMPI_COMM_WORLD_SIZE") or "1"
-    return int(size) if size.isdigit() else 1
 
 
 def recipe_folder(env: Mapping[str, str]) -> tuple[str | None, str]:
@@ -382,12 +377,9 @@ def _disk_type(folder: str) -> str:
         lines = MOUNTS.read_text().splitlines()
     except OSError:
         return ""
-    found, longest = "", 0
-    for _, point, kind, *_ in (line.split() for line in lines):
-        inside = folder == point or folder.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= longest:
-            found, longest = kind, len(point)
-    return found
+    mounts = [line.split()[1:3] for line in reversed(lines)]  # the last one covers those before it
+    around = [mount for mount in mounts if f"{folder}/".startswith(mount[0].rstrip("/") + "/")]
+    return max(around, key=lambda mount: len(mount[0]), default=("", ""))[1]
 
 
 def without_home(value: str) -> str:
@@ -468,7 +460,8 @@ def checks() -> list[Check]:
 
 
 def find_plugin() -> Finding:
-    folder, version = plugin_folder(), version_of(PLUGIN)
+    folder = plugin_folder()
+    version = version_of(PLUGIN)
     if folder is None:
         return False, "habana_frameworks is not installed (Gaudi's images have it)"
     return True, f"habana-torch-plugin {version or 'of unknown version'} in {folder}"
@@ -476,7 +469,8 @@ def find_plugin() -> Finding:
 
 def find_torch() -> Finding:
     """Whether torch is the one that the plugin was built for; pip likes to replace it."""
-    torch, folder = version_of("torch"), plugin_folder()
+    torch = version_of("torch")
+    folder = plugin_folder()
     if torch is None:
         return False, "torch is not installed"
     if folder is None or fits_any_torch():
@@ -509,7 +503,8 @@ def find_nodes() -> Finding:
 
 def find_driver() -> Finding:
     """Whether it is of the plugin's release; another patch release is noted."""
-    driver, plugin = read_line(DRIVER), version_of(PLUGIN)
+    driver = read_line(DRIVER)
+    plugin = version_of(PLUGIN)
     if driver is None:
         return False, "habanalabs is not loaded"
     if plugin and version_number(plugin) != version_number(driver):

@@ -57,7 +57,8 @@ class StaticTables(nn.Module):
         table = [list(c) + [0] * (tree.max_children - len(c)) for c in tree.children]
         expanded = {node: row for row, node in enumerate(tree.expanded)}
         rows = [expanded.get(node, 0) for node in range(tree.size)]
-        self.parent, self.depth = constant(tree.parent), constant(tree.depths)  # [M] both
+        self.parent = constant(tree.parent)  # [M]
+        self.depth = constant(tree.depths)  # [M]
         self.child = constant(table, torch.int32)  # [M, C]
         self.path = constant(tree.path_table)  # [M, D + 1]
         self.ancestors = constant(tree.ancestors)  # [M, M]
@@ -107,7 +108,8 @@ class DynamicTables(nn.Module):
     def __init__(self, tree: DynamicTree) -> None:
         super().__init__()
         self.tree = tree
-        k, count = tree.top_k, tree.candidates
+        k = tree.top_k
+        count = tree.candidates
         first = torch.ones(k, dtype=torch.int32)
         deeper = arange32(tree.expansions).repeat_interleave(k * k) + 2
         earlier = torch.ones(count, count, dtype=torch.bool).tril(-1)
@@ -138,7 +140,8 @@ class DynamicTables(nn.Module):
 
     def keep(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """The kept candidates in their order [B, M - 1], and how many are kept up to each candidate [B, n]."""
-        mine, other = scores[..., None], scores[:, None]
+        mine = scores[..., None]
+        other = scores[:, None]
         before = (other > mine) | ((other == mine) & self.earlier)  # [B, n, n]
         kept = before.sum(-1) < self.tree.drafts  # [B, n]
         number = kept.cumsum(-1, dtype=torch.int32)
@@ -172,10 +175,15 @@ class Positions(nn.Module):
         self, config: TransformerConfig, spec: Spec, place: Callable[..., Placed] = place_tokens
     ) -> None:
         super().__init__()
-        tree, self.place_in_rows = spec.tree, place
+        tree = spec.tree
+        self.place_in_rows = place
         size = capacity(config, tree)
-        self.images, self.guidance = spec.images, spec.guidance
-        self.prefix, self.size, self.nodes, self.depth = config.prefix, size, tree.size, tree.depth
+        self.images = spec.images
+        self.guidance = spec.guidance
+        self.prefix = config.prefix
+        self.size = size
+        self.nodes = tree.size
+        self.depth = tree.depth
         width = max(config.prefix, tree.depth + 1)
         last = config.prefix + config.tokens + tree.depth
         self.rotary = Rotary(config, last + 1)
@@ -218,7 +226,8 @@ class Positions(nn.Module):
 
         `offset` is [T] or [B, T], `table` [T, X] or [B, T, X].
         """
-        images, rotary = len(start), self.rotary
+        images = len(start)
+        rotary = self.rotary
         offset = offset if offset.dim() == 2 else offset.expand(images, -1)
         table = table if table.dim() == 3 else table.expand(images, -1, -1)
         pads = state.pads if rotary.rule == "1d" else None
@@ -267,7 +276,8 @@ class Positions(nn.Module):
 
         Returns [R * (D + M)] and [R * D].
         """
-        start, rows = self.row_start[:, None], len(self.row_start)
+        start = self.row_start[:, None]
+        rows = len(self.row_start)
         goal, source = start + self.per_row(moves.goal), start + self.per_row(moves.source)
         return torch.cat([goal, index.unflatten(0, (rows, -1))], 1).flatten(), source.flatten()
 
@@ -305,8 +315,11 @@ class Sampler(nn.Module):
 
     def __init__(self, target: Target, spec: Spec) -> None:
         super().__init__()
-        self.head, self.kernels, self.spec = target.head, target.kernels, spec
-        self.grammar, self.top_p_first = make_grammar(target.config), target.config.top_p_first
+        self.head = target.head
+        self.kernels = target.kernels
+        self.spec = spec
+        self.grammar = make_grammar(target.config)
+        self.top_p_first = target.config.top_p_first
         self.width = target.config.dim
 
     def forward(
@@ -319,7 +332,8 @@ class Sampler(nn.Module):
             depth: [B, T] int32, or one for all: how far below the root each feature's token is; of images that begin,
                 below the last token of their prefix.
         """
-        spec, logits = self.spec, self.head(hidden[..., : self.width])
+        spec = self.spec
+        logits = self.head(hidden[..., : self.width])
         if self.grammar is not None:
             first = state.slot * 0 if isinstance(state, PrefillInput) else state.count + 1  # [B]
             place = (first[:, None] + depth).expand(-1, hidden.shape[1])  # [B, T]

@@ -7,7 +7,7 @@ tensors alive, and errs on the high side. A run has phases that need different t
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
@@ -36,7 +36,9 @@ QUANTIZING = 8  # bytes for each number of the matrix that is just being made in
 TIGHT = 0.9  # of the memory: past it, fragments and the device's own software may not fit as well
 POOL = "graph pool (estimate)"
 # What a run does, one after the other
-LOADING, ENCODING, DRAWING = "loading", "encoding prompts", "drawing"
+LOADING = "loading"
+ENCODING = "encoding prompts"
+DRAWING = "drawing"
 # Parts of the state by how their names begin
 STATE = {
     "kv_cache.": "target KV cache",
@@ -83,7 +85,8 @@ def phases(model: ModelConfig, setup: Setup) -> dict[str, Rows]:
     if tree.needs_drafter and model.drafter is None:
         what = f"the tree {tree.name} needs a drafter"
         raise OptionError(what, "the model has none", words(Arg("method", "ar"), "or scd"))
-    held, text = weights(model, setup) + state(model, setup), text_weights(model, setup)
+    held = weights(model, setup) + state(model, setup)
+    text = text_weights(model, setup)
     result: dict[str, Rows] = {}
     if setup.quantize:
         turned = [("a matrix being quantised (estimate)", QUANTIZING * largest_matrix(model))]
@@ -116,15 +119,12 @@ def peak(model: ModelConfig, setup: Setup) -> int:
 def weights(model: ModelConfig, setup: Setup) -> Rows:
     """Parameters in the number format of the run; the image tokenizer stays float32."""
     held = parameters_of(model)
-    target, drafter = held["target"] * setup.bytes, held["drafter"] * setup.bytes
-    if setup.quantize:
-        in_target, in_drafter = EmptyModel.of(model).matrices
-        target -= saved_bytes(in_target, setup)
-        drafter -= saved_bytes(in_drafter, setup)
+    in_target, in_drafter = EmptyModel.of(model).matrices if setup.quantize else ((), ())
+    drafter = held["drafter"] * setup.bytes - saved_bytes(in_drafter, setup)
     drafts = setup.spec.tree.needs_drafter or setup.loads_drafter
     reads = setup.spec.sizes(model.target).sourced
     return [
-        ("target weights", target),
+        ("target weights", held["target"] * setup.bytes - saved_bytes(in_target, setup)),
         ("drafter weights", drafter if drafts else 0),
         ("VQ weights (float32)", held["vq"] * 4),
         ("vision tower weights", count_vision(model.vision) * setup.bytes if reads else 0),
@@ -132,7 +132,7 @@ def weights(model: ModelConfig, setup: Setup) -> Rows:
     ]
 
 
-def saved_bytes(matrices: Sequence[Tensor], setup: Setup) -> int:
+def saved_bytes(matrices: Iterable[Tensor], setup: Setup) -> int:
     """What these matrices take less as int8."""
     return sum(matrix.numel() * (setup.bytes - 1) - len(matrix) * ROW_BYTES for matrix in matrices)
 
@@ -155,8 +155,10 @@ def encoding(model: ModelConfig, setup: Setup) -> Rows:
 @lru_cache(256)
 def state(model: ModelConfig, setup: Setup) -> Rows:
     """What an engine allocates once for its batches."""
-    empty, spec = EmptyModel.of(model), setup.spec
-    target, dtype = empty.target.sized(spec.sizes(model.target)), getattr(torch, setup.dtype)
+    empty = EmptyModel.of(model)
+    spec = setup.spec
+    target = empty.target.sized(spec.sizes(model.target))
+    dtype = getattr(torch, setup.dtype)
     drafting = make_drafting(target, empty.drafter, spec)
     drafts = None if drafting is None else drafting.allocate(dtype, META)
     made = DecodeState.allocate(target.config, spec, dtype, META, drafts)
@@ -172,7 +174,8 @@ def state(model: ModelConfig, setup: Setup) -> Rows:
 def working(model: ModelConfig, setup: Setup) -> Rows:
     """What comes and goes. A recorded graph keeps its own, hence the pool."""
     spec = setup.spec
-    config, width = spec.sizes(model.target), model.condition.dim
+    config = spec.sizes(model.target)
+    width = model.condition.dim
     step = activations(model, setup, spec.tree.size)
     prefill = activations(model, setup, config.prefix)
     # Caption features of a batch, the same again for what they become, and that once more in the state
@@ -197,7 +200,8 @@ def activations(model: ModelConfig, setup: Setup, positions: int) -> int:
     keys = capacity(config, setup.spec.tree)
     widest = max(config.ffn_dim, model.drafter.sizes(config).ffn_dim if model.drafter else 0)
     features = (6 * config.dim + 4 * widest) * setup.bytes
-    mask, scores = keys * (2 + 2 * setup.bytes), config.heads * keys * setup.bytes
+    mask = keys * (2 + 2 * setup.bytes)
+    scores = config.heads * keys * setup.bytes
     return setup.spec.rows * positions * (features + mask + scores)
 
 
@@ -228,10 +232,8 @@ class DeviceMemory:
 
 def remedies(model: ModelConfig, setup: Setup, device: DeviceMemory) -> Iterator[tuple[Words, int]]:
     """What takes less, and how much: from what costs least to what changes most, each on top of those before it."""
-    autoregressive = words(Arg("method", "ar"))
-    if not setup.loads_drafter:
-        fetched = Arg("without_drafter", True)
-        autoregressive = words(autoregressive, "(the model fetched", fetched, ")")
+    fetched = ("(the model fetched", Arg("without_drafter", True), ")")
+    autoregressive = words(Arg("method", "ar"), *(() if setup.loads_drafter else fetched))
     goes = "free" if setup.is_host else "host"
     spec = setup.spec
     changes: list[tuple[bool, Words, dict[str, Any]]] = [
@@ -262,14 +264,13 @@ def fit_report(
         yield words(f"fits in {where}{without}, {amount(memory - need)} left{but}")
         return
     yield words(f"does not fit in {where}: {amount(need - memory)} too much")
-    first = True
+    before: tuple[str, ...] = ()
     for name, less in remedies(model, setup, device):
         fits = ", fits" if less <= memory else ""
-        found = words(name, f": {amount(less)}{fits}")
-        yield found if first else words("and", found)
+        yield words(*before, name, f": {amount(less)}{fits}")
         if fits:
             return
-        first = False
+        before = ("and",)
     yield words("nothing makes it fit: a smaller model, or a larger device")
 
 
@@ -326,9 +327,6 @@ def check_batch(model: ModelConfig, spec: Spec, backend: Backend, dtype: str) ->
         return
     most = bisect_right(range(1, spec.images), free, key=need)
     what = f"{spec.images} images at a time need {amount(need(spec.images))} more than the weights"
-    hint = (
-        words(Arg("batch_size", most), ", fits")
-        if most
-        else words(Arg("method", "ar"), ", or a smaller tree")
-    )
+    fewer = words(Arg("batch_size", most), ", fits")
+    hint = fewer if most else words(Arg("method", "ar"), ", or a smaller tree")
     raise DeviceError(what, f"{amount(free)} are free on {backend.name}", hint)
