@@ -110,12 +110,13 @@ def function_lengths(part: str) -> Iterator[tuple[int, str]]:
 
 
 def option_names(parser: argparse.ArgumentParser) -> set[str]:
-    """The options of a command and of its subcommands."""
+    """The options of a command and of its subcommands; what a file of `--config` alone gives is none."""
     names = set[str]()
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             names.update(*map(option_names, action.choices.values()))
-        names.update(action.option_strings[-1:])
+        if action.help != argparse.SUPPRESS:
+            names.update(action.option_strings[-1:])
     return names - {"--help", "--version", "--config"}  # those of every command
 
 
