@@ -17,7 +17,7 @@ from lantern_hpu.models.files.names import PartOverrides
 from lantern_hpu.models.model import ImageModel, Placement, of_size
 from lantern_hpu.models.pictures import check_diffusers, check_diffusion_folder
 from lantern_hpu.results.progress import ProgressBar
-from lantern_hpu.zoo.cards import write_card
+from lantern_hpu.zoo.cards import card
 from lantern_hpu.zoo.find import find_parts
 
 Check = Callable[[OpenedModel], None]  # raises a LanternError to refuse a model
@@ -103,5 +103,6 @@ def write_folder(
         progress.update()
         with staged(output) as folder:
             write_model(model, folder, progress)
-            write_card(folder, model.name, model.config, model.fingerprint, output.name)
+            text = card(model.name, model.config, model.fingerprint, output.name)
+            (folder / "README.md").write_bytes(text)
     return model

@@ -691,7 +691,7 @@ def test_a_drafter_learns_and_drafts(
 
 
 def shrunk(folder: Path, goal: Path) -> Path:
-    """A model as `convert` writes it, for pictures of 4 x 8 codes."""
+    """A model as `models convert` writes it, for pictures of 4 x 8 codes."""
     assert convert.main([str(folder), str(goal)]) == 0
     about = json.loads((goal / "model.json").read_text())
     about["target"] |= {"grid": [4, 8], "grids": []}

@@ -114,7 +114,7 @@ def test_each_page_of_the_site_is_listed() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "hpu"])
 def test_each_known_model_has_its_command_for_each_device(device: str) -> None:
-    """The commands parse; their models are all known ones; their memory is what `plan` counts."""
+    """The commands parse; their models are all known ones; their memory is what `models plan` counts."""
     from lantern_hpu.commands import generate, serve
     from lantern_hpu.zoo.registry import entries
     from scripts.docs.reference_pages import device_command, memory_of, models_by_device
@@ -133,18 +133,9 @@ def test_each_known_model_has_its_command_for_each_device(device: str) -> None:
 def test_the_table_of_memory_is_what_plan_prints(capsys: pytest.CaptureFixture[str]) -> None:
     from scripts.docs.reference_pages import memory_of
 
-    plan = [
-        "models",
-        "plan",
-        "anole-7b",
-        "--device",
-        "hpu:96GB",
-        "--dtype",
-        "bfloat16",
-        "--batch-size",
-    ]
+    words = "models plan anole-7b --device hpu --memory 96GB --dtype bfloat16 --batch-size"
     for images in (1, 8):
-        assert cli.main([*plan, str(images)]) == 0
+        assert cli.main([*words.split(), str(images)]) == 0
         assert memory_of("anole-7b", "hpu", images) in capsys.readouterr().out
 
 

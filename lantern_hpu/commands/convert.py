@@ -11,7 +11,6 @@ loaded. A text encoder is not copied: the folder notes its path.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from lantern_hpu.models.files.names import PartOverrides
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     about = "Convert published checkpoints to a model folder."
     parser = Parser("lantern-hpu models convert", description=about)
     add = parser.add_argument
@@ -33,6 +32,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--dtype", default="auto", help=number)
     add_fields(parser, DeviceOptions, "quantize")
     add_fields(parser.add_argument_group("parts"), PartOverrides)
+    parser.only_keys("image_size")
     return parser
 
 
@@ -52,10 +52,11 @@ def convert(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = make_parser().parse_args(argv)
+    parser = make_parser()
+    args = parser.parse_args(argv)
 
     def command() -> None:
         given = from_args(PartOverrides, args)
         print(convert(args.source, args.output, args.dtype, given, args.quantize))
 
-    return exit_code(command)
+    return exit_code(command, parser.spell)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
@@ -36,14 +36,14 @@ NAME_MEMORY = "  try: --memory 24GB says whether it fits"
 OF_ONE_MODEL = ("method", "slots", "drafter", "vq", "text_encoder", "neighbours", "image_size")
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     about = "Show how much memory generation with a model needs, without loading it."
     parser = Parser("lantern-hpu models plan", description=about)
     add = parser.add_argument
     name = "model name, Hub id, folder or weights file; without one, all known models"
     add("name", metavar="NAME", nargs="?", help=name)
-    add("--device", default="auto", help="auto, a device, a card or DEVICE:24GB (auto)")
-    add("--memory", metavar="24GB", help="device memory, instead of asking the device")
+    add("--device", default="auto", help="auto, a device or a card (auto)")
+    add("--memory", metavar="24GB", help="its memory, instead of asking it")
     add("--batch-size", type=int, default=1, help="images decoded together (1)")
     add("--cfg-scale", type=float, help="guidance scale; 1 turns it off and halves the rows")
     add("--dtype", default="auto", help=f"auto, {', '.join(BYTES)} (auto)")
@@ -53,12 +53,13 @@ def make_parser() -> argparse.ArgumentParser:
     slots = "count a server of so many slots, whose engines exist together"
     add("--slots", type=int, help=slots)
     add("--json", action="store_true", help="print as JSON")
-    add_fields(parser.add_argument_group("parts in place of the model's own"), PartOverrides)
+    add_fields(parser, PartOverrides)
+    parser.only_keys("drafter", "vq", "image_size")
     return parser
 
 
 def print_plan(args: argparse.Namespace) -> None:
-    prepare(args.device.partition(":")[0])  # before torch is loaded
+    prepare(args.device)  # before torch is loaded
     from lantern_hpu.decode.requirements import find_device, find_model, setup_of
 
     options: Facts = {
@@ -162,19 +163,15 @@ def serve_report(
         return
     yield f"does not fit in {where}: {amount(whole - memory)} too much"
     first = (methods[:n] for n in range(len(methods) - 1, 0, -1))
-    fewer = (
-        ((f"--slots {n}", need(methods, n)) for n in range(slots - 1, 0, -1)),
-        ((f"--method {','.join(some)}", need(some, slots)) for some in first),
-    )
-    fitting = [option for options in fewer for option in islice(below(memory, options), 1)]
-    yield from (f"  {option}: {amount(size)}, fits" for option, size in fitting)
-    if not fitting:
+    fewer_slots = ((f"--slots {n}", need(methods, n)) for n in range(slots - 1, 0, -1))
+    fewer_methods = ((f"--method {','.join(some)}", need(some, slots)) for some in first)
+    nothing = True
+    for options in (fewer_slots, fewer_methods):
+        for option, size in islice((one for one in options if one[1] <= memory), 1):
+            nothing = False
+            yield f"  {option}: {amount(size)}, fits"
+    if nothing:
         yield "  neither fewer slots nor fewer methods make it fit"
-
-
-def below(memory: int, options: Iterable[tuple[str, int]]) -> Iterator[tuple[str, int]]:
-    """Those of the options that need no more."""
-    return ((option, size) for option, size in options if size <= memory)
 
 
 def plan_row(name: str, where: str, memory: str | None, options: Facts) -> Facts:
@@ -191,7 +188,7 @@ def plan_row(name: str, where: str, memory: str | None, options: Facts) -> Facts
     model = find_model(name, PartOverrides())
     device = find_device(where, memory, model, options["quantize"])
     setup = setup_of(model, device, **options)
-    card = accelerators().get(where.partition(":")[0]) or accelerators().get(device.name)
+    card = accelerators().get(where) or accelerators().get(device.name)
     least = None
     if card is not None:
         rates = Rates(card.bandwidth, card.rate, setup.bytes, 1 if setup.quantize else None)
@@ -235,5 +232,6 @@ def plan_table(rows: Sequence[Facts]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The `models plan` command; returns the exit code."""
-    args = make_parser().parse_args(argv)
-    return exit_code(lambda: print_plan(args))
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    return exit_code(lambda: print_plan(args), parser.spell)

@@ -97,21 +97,19 @@ def parse_memory(text: str) -> int:
 def find_device(
     device: str, memory: str | None, model: Counted, quantize: str | None = None
 ) -> DeviceMemory:
-    """A device or card by name, to run a model in this format; `NAME:24GB` says how much memory it has."""
+    """A device or card by name, to run a model in this format; `memory` is asked of it unless given."""
+    known = dict.fromkeys(["auto", *BACKENDS, *accelerators()])
+    if device not in known:
+        raise DeviceError(f"unknown device {device!r}", hint=choices(known, device))
     parameters = model.config.target.parameters
-    name, _, amount = device.partition(":")
-    text, where = memory or amount, "as given"
-    size = parse_memory(text) if text else None
-    card = accelerators().get(name)
+    size, where = parse_memory(memory) if memory else None, "as given"
+    name, card = device, accelerators().get(device)
     if card is not None:
         name = card.device
         if card.memory and not size:
             size, where = int(card.memory), card.title
     if size and name not in BACKENDS:
         return DeviceMemory(size, where)
-    known = dict.fromkeys(["auto", *BACKENDS, *accelerators()])
-    if name not in known:
-        raise DeviceError(f"unknown device {name!r}", hint=choices(known, name))
     try:
         backend = load_backend(name) if size else get_backend(name)
         if not size:

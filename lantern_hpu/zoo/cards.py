@@ -6,18 +6,15 @@ Figures come from the folder's own report or are left out.
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from lantern_hpu.console import Console
 from lantern_hpu.errors import Arg, as_option, shell
-from lantern_hpu.files import write_file
 from lantern_hpu.models.config import ModelConfig
 from lantern_hpu.zoo.registry import find_model_by_name
 
-LICENCES = {"MIT": "mit", "Apache-2.0": "apache-2.0"}  # by the Hub's identifiers; others are named
+# The Hub's identifiers; other licences are named
+LICENCES = {"MIT": "mit", "Apache-2.0": "apache-2.0", "not stated": "unknown"}
 # Methods in a trained drafter's report; the second where neighbours are known
 MEASURED = ("eagle", "lantern++")
 
@@ -54,8 +51,8 @@ def card(
     fingerprint: str,
     folder: str,
     report: Mapping[str, Any] | None = None,
-) -> str:
-    """The card of a converted folder; of a trained drafter where there is the `report` of its training.
+) -> bytes:
+    """README.md of a converted folder; of a trained drafter where there is the `report` of its training.
 
     Args:
         model: name of the target. fingerprint: of its weights. folder: that the command names.
@@ -69,7 +66,7 @@ def card(
     classes = config.condition.kind == "classes"
     prompt = Arg("class_label", "goldfish") if classes else Arg("prompt", "a red apple")
     height, width = config.image_size
-    return CARD.format(
+    text = CARD.format(
         metadata=card_metadata(model, tags),
         title=title,
         about=about.format(model=model, drafts="with" if config.drafter else "without"),
@@ -82,6 +79,7 @@ def card(
         result=as_option(config.result),
         measured=measured,
     )
+    return text.encode()
 
 
 def figures(report: Mapping[str, Any]) -> list[str]:
@@ -95,31 +93,15 @@ def figures(report: Mapping[str, Any]) -> list[str]:
 
 def card_metadata(model: str, tags: Sequence[str]) -> str:
     """What the Hub reads, as YAML: the target's repository and licence, where they are known."""
-    from huggingface_hub import ModelCardData
-
     entry = find_model_by_name(model)
     target = entry.parts["target"] if entry else None
-    said = "Apache-2.0" if model == "builtin" else target.licence if target else "not stated"
-    licence = "unknown" if said == "not stated" else LICENCES.get(said, "other")
-    name = re.sub(r"[^a-z0-9.]+", "-", said.lower()).strip("-")
-    data = ModelCardData(
-        license=licence,
-        license_name=name if licence == "other" else None,
-        base_model=target.repo if target else None,
-        library_name="lantern-hpu",
-        pipeline_tag="text-to-image",
-        tags=["image-generation", "speculative-decoding", *tags],
-    )
-    return str(data.to_yaml())
-
-
-def write_card(folder: Path, *about: Any) -> None:
-    """Write README.md by `card`, unless `huggingface_hub` is missing: then a line on stderr says so."""
-    try:
-        text = card(*about)
-    except ImportError:
-        hint = 'pip install "lantern-hpu[models]"'
-        said = f"no model card was written: huggingface_hub is missing ({hint})"
-        print(said, file=Console(sys.stderr))
-        return
-    write_file(folder / "README.md", text.encode(), force=True)
+    stated = "Apache-2.0" if model == "builtin" else target.licence if target else "not stated"
+    licence = LICENCES.get(stated, "other")
+    lines = [f"license: {licence}"]
+    if licence == "other":
+        lines.append("license_name: " + re.sub(r"[^a-z0-9.]+", "-", stated.lower()).strip("-"))
+    if target:
+        lines.append(f"base_model: {target.repo}")
+    tags = ["image-generation", "speculative-decoding", *tags]
+    lines += ["library_name: lantern-hpu", "pipeline_tag: text-to-image"]
+    return "\n".join([*lines, f"tags: [{', '.join(tags)}]"])

@@ -31,7 +31,7 @@ from lantern_hpu.models.files.names import (
 from lantern_hpu.zoo import registry
 from lantern_hpu.zoo.registry import ANY, KnownModel, Part, entries
 
-LABEL = "lantern.json"  # in a folder that `download` filled
+LABEL = "lantern.json"  # in a folder that `models download` filled
 UNCHECKED = ".lantern-unchecked"  # next to a repository's files in the cache: see `unchecked`
 # Names of parts in a folder; the first that is there is taken
 USUAL_NAMES = {
@@ -116,7 +116,7 @@ def unchecked(repo: str) -> set[str]:
 
 
 def of_folder(folder: Path) -> KnownModel | None:
-    """The model that `download` put into a folder, or None."""
+    """The model that `models download` put into a folder, or None."""
     file = folder / LABEL
     if not file.is_file():
         return None

@@ -56,7 +56,7 @@ from lantern_hpu.ops.kv_cache import GrowingCache, LayerCache
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.prompts import read_prompts
 from lantern_hpu.tree import DraftTree, load_static
-from lantern_hpu.zoo.cards import MEASURED, write_card
+from lantern_hpu.zoo.cards import MEASURED, card
 from lantern_lab.train.options import TrainRequest
 from lantern_lab.train.unroll import Lesson, Samples, Unrolled, draw_samples, read_encoded, split
 
@@ -448,8 +448,8 @@ class DrafterTraining:
         self.write("report.json", json.dumps(report, indent=1).encode())
         self.write("curve.png", curve(self.progress))
         model = self.pipeline.model
-        name = self.folder.name
-        write_card(self.folder, model.name, model.config, model.fingerprint, name, report)
+        about_model = (model.name, model.config, model.fingerprint)
+        self.write("README.md", card(*about_model, self.folder.name, report))
         return report
 
 

@@ -265,7 +265,7 @@ class Asked:
         return "confirmed", f"the CPU's {part}{len(want)} tokens", numbers
 
     def memory(self, pipeline: LanternPipeline, method: str) -> dict[str, Any]:
-        """Bytes at the peak, and those that `plan` counts."""
+        """Bytes at the peak, and those that `models plan` counts."""
         peak, backend = pipeline.backend.memory().peak, pipeline.backend
         counted = DeviceMemory(None, "", "float32", (), backend.is_host)
         model = Counted(pipeline.model.config)

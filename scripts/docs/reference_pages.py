@@ -254,7 +254,7 @@ def device_command(name: str, device: str) -> str:
 
 
 def memory_of(name: str, device: str, images: int) -> str:
-    """Of a known model, as `plan` counts it."""
+    """Of a known model, as `models plan` counts it."""
     from lantern_hpu.decode.memory import DeviceMemory, peak
     from lantern_hpu.decode.requirements import find_model, setup_of
     from lantern_hpu.files import amount
