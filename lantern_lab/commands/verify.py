@@ -4,8 +4,8 @@
     lantern-hpu verify --device cuda --output cuda.json
 
 Facts of Gaudi's contract, each fused kernel against its plain twin, the tokens of every method against the CPU's,
-capture times, memory against `models plan`, and a short benchmark: one file, and a page of the same name. The file grows
-while the command works; the same command resumes it. On an emulated card all facts hold by construction.
+capture times, memory against `models plan`, and a short benchmark: one file, and a page of the same name. The file
+grows while the command works; the same command resumes it. On an emulated card all facts hold by construction.
 """
 
 from __future__ import annotations
