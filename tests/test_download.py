@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -137,24 +136,12 @@ def test_a_damaged_file_is_deleted(
 def test_another_version_is_refused_before_it_is_fetched(
     hub: LocalHub, capsys: Printed, monkeypatch: Patch
 ) -> None:
-    monkeypatch.undo()
-    name = "llamagen-c2i-l-256"
-    entry = entries()[name]
-    with pytest.raises(WeightsError, match=r"another c2i_L_256\.pt than the known one"):
-        fetching.list_files(listing(hub, "target", entry), entry.parts["target"], ["c2i_L_256.pt"])
-
-
-def listing(hub: LocalHub, role: str, entry: KnownModel) -> Any:
-    """huggingface_hub whose list of a model is that of the local Hub."""
-    told = hub.listed(entry.parts[role].repo, False)
-    files = [
-        SimpleNamespace(
-            rfilename=one["rfilename"], size=one["size"], lfs=SimpleNamespace(**one["lfs"])
-        )
-        for one in told["siblings"]
-    ]
-    info = SimpleNamespace(sha=told["sha"], siblings=files)
-    return SimpleNamespace(HfApi=lambda: SimpleNamespace(model_info=lambda *_, **__: info))
+    entry = registry.entries()[C2I]
+    target = replace(entry.parts["target"], sha256={NAME: "0" * 64})
+    changed = replace(entry, parts={**entry.parts, "target": target})
+    monkeypatch.setattr(registry, "entries", lambda: {C2I: changed})
+    assert f"another {NAME} than the known one" in refused(capsys, C2I)
+    assert hub.asked == []
 
 
 def made(name: str, text: str) -> Exception:
