@@ -42,6 +42,19 @@ def compose(kind: str) -> str:
     return (ROOT / "docker" / f"compose.{kind}.yaml").read_text()
 
 
+def cluster() -> str:
+    return (ROOT / "docker" / "kubernetes.yaml").read_text()
+
+
+def pod() -> tuple[Any, Any]:
+    """What Kubernetes starts, and its one container."""
+    yaml = pytest.importorskip("yaml")
+    deployment = next(yaml.safe_load_all(cluster()))
+    started = deployment["spec"]["template"]["spec"]
+    (container,) = started["containers"]
+    return started, container
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_base_is_an_argument_that_compose_shares_and_its_torch_stays(kind: str) -> None:
     (first, default), (second, base), *_ = instructions(kind)
@@ -93,22 +106,11 @@ def test_a_stopped_server_has_time_to_finish_its_images(kind: str) -> None:
     shutdown = re.search(r'LANTERN_HPU_SHUTDOWN_TIMEOUT: "(\d+)"', text)
     grace = re.search(r"stop_grace_period: (\d+)s", text)
     assert shutdown and grace and int(grace[1]) > int(shutdown[1])
-    cluster = (ROOT / "docker" / "kubernetes.yaml").read_text()
-    shutdown = re.search(r'LANTERN_HPU_SHUTDOWN_TIMEOUT, value: "(\d+)"', cluster)
-    ends = re.search(r"terminationGracePeriodSeconds: (\d+)", cluster)
-    before = re.search(r'"sleep", "(\d+)"', cluster)
+    shutdown = re.search(r'LANTERN_HPU_SHUTDOWN_TIMEOUT, value: "(\d+)"', cluster())
+    ends = re.search(r"terminationGracePeriodSeconds: (\d+)", cluster())
+    before = re.search(r'"sleep", "(\d+)"', cluster())
     assert shutdown and ends and before and int(ends[1]) > int(shutdown[1]) + int(before[1])
-    assert cluster.count("path: /livez") == 1 and cluster.count("path: /readyz") == 2
-
-
-def test_a_pod_has_what_gaudi_needs_and_keeps_its_recipes() -> None:
-    cluster = (ROOT / "docker" / "kubernetes.yaml").read_text()
-    assert cluster.count("hugepages-2Mi: 11876Mi") == 2 and "SYS_NICE" in cluster
-    assert "persistentVolumeClaim: { claimName: lantern-cache }" in cluster
-    every, times = (
-        re.search(rf"{n}: (\d+)", cluster) for n in ("periodSeconds", "failureThreshold")
-    )
-    assert every and times and int(every[1]) * int(times[1]) == 20 * 60  # as the guide says
+    assert cluster().count("path: /livez") == 1 and cluster().count("path: /readyz") == 2
 
 
 def test_the_build_gets_all_that_the_package_is_made_of() -> None:
@@ -137,17 +139,20 @@ def test_containers_keep_recipes_and_run_as_a_user_who_may_write_where_it_has_to
     assert (ROOT / "docker" / service["build"]["context"]).resolve() == ROOT
 
 
-def test_a_pod_is_not_root_and_does_not_start_without_its_key() -> None:
-    yaml = pytest.importorskip("yaml")
-    deployment = next(yaml.safe_load_all((ROOT / "docker" / "kubernetes.yaml").read_text()))
-    pod = deployment["spec"]["template"]["spec"]
-    (container,) = pod["containers"]
-    assert pod["securityContext"]["runAsNonRoot"] and not pod["automountServiceAccountToken"]
-    assert pod["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch"  # or no cache is used
+def test_a_pod_has_what_gaudi_needs_and_no_more_rights() -> None:
+    started, container = pod()
+    assert cluster().count("hugepages-2Mi: 11876Mi") == 2
+    assert "persistentVolumeClaim: { claimName: lantern-cache }" in cluster()
+    probe = container["startupProbe"]
+    assert probe["periodSeconds"] * probe["failureThreshold"] == 20 * 60  # as the guide says
+    assert started["securityContext"]["runAsNonRoot"]
+    assert not started["automountServiceAccountToken"]
+    # Or no cache is used
+    assert started["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch"
     held = container["securityContext"]
     assert held["capabilities"] == {"drop": ["ALL"], "add": ["SYS_NICE"]}
     assert held["readOnlyRootFilesystem"] and not held["allowPrivilegeEscalation"]
-    key, *_ = container["env"]
+    key, *_ = container["env"]  # it does not start without one
     assert "optional" not in key["valueFrom"]["secretKeyRef"]
     assert {mount["mountPath"] for mount in container["volumeMounts"]} >= {"/cache", "/tmp"}
 
@@ -160,11 +165,9 @@ def environment_of_image(cache: Path) -> dict[str, str]:
 
 def test_logs_of_the_runtime_go_where_every_container_can_write() -> None:
     """The runtime ends a process that cannot write its logs; its base image puts them under /var/log."""
-    yaml = pytest.importorskip("yaml")
     logs = environment_of_image(Path("/cache"))["HABANA_LOGS"]
     assert Path(logs).is_relative_to("/cache/lantern_hpu")
-    deployment = next(yaml.safe_load_all((ROOT / "docker" / "kubernetes.yaml").read_text()))
-    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    container = pod()[1]
     written = [
         mount["mountPath"] for mount in container["volumeMounts"] if not mount.get("readOnly")
     ]

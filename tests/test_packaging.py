@@ -6,6 +6,7 @@ import importlib
 import sys
 import sysconfig
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ else:
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("lantern_hpu", "gaudi_emulator", "lantern_lab")
 LINKS = ("backends", "graphs")
+LINKED = {("lantern_hpu", name) for name in LINKS}
 
 
 @pytest.fixture(scope="module")
@@ -83,57 +85,44 @@ def test_bare_import_is_refused(name: str) -> None:
         importlib.import_module(name)
 
 
+def installed(pattern: str) -> Iterator[Path]:
+    """Files of the packages by where they lie in a wheel, which holds what a link leads to once."""
+    for top in PACKAGES:
+        files = (file.relative_to(ROOT) for file in (ROOT / top).rglob(pattern))
+        yield from (file for file in files if file.parts[:2] not in LINKED)
+    for name in LINKS:
+        for file in (ROOT / name).rglob(pattern):
+            yield "lantern_hpu" / file.relative_to(ROOT)
+
+
 def test_listed_packages_are_the_folders_on_disk(project: dict[str, Any]) -> None:
-    found = {"lantern_hpu"}
-    for top, prefix in [*((p, "") for p in PACKAGES), *((name, "lantern_hpu.") for name in LINKS)]:
-        for file in (ROOT / top).rglob("__init__.py"):
-            parts = file.parent.relative_to(ROOT).parts
-            if "vendor" in parts:  # data: a folder that the emulator puts on the path
-                continue
-            if top != "lantern_hpu" or len(parts) == 1 or parts[1] not in LINKS:
-                found.add(prefix + ".".join(parts))
-    assert set(project["tool"]["setuptools"]["packages"]) == found
-
-
-def test_every_mapped_package_exists(project: dict[str, Any]) -> None:
-    for name, folder in project["tool"]["setuptools"]["package-dir"].items():
+    setuptools = project["tool"]["setuptools"]
+    folders = {file.parent for file in installed("__init__.py")}
+    # Not data: a folder that the emulator puts on the path
+    found = {".".join(folder.parts) for folder in folders if "vendor" not in folder.parts}
+    assert set(setuptools["packages"]) == found
+    for name, folder in setuptools["package-dir"].items():
         assert (ROOT / folder / "__init__.py").is_file(), name
 
 
 @pytest.mark.slow
-def test_wheel_holds_the_three_packages_and_nothing_else(wheel: list[str]) -> None:
-    tops = {name.split("/")[0] for name in wheel}
-    info = [top for top in tops if top.endswith(".dist-info")]
-    assert len(info) == 1
-    assert tops == {*PACKAGES, *info}
+def test_the_wheel_holds_the_three_packages_whole_and_nothing_else(wheel: list[str]) -> None:
+    (info,) = {name.split("/")[0] for name in wheel} - set(PACKAGES)
+    assert info.endswith(".dist-info")
     assert not [name for name in wheel if "/tests/" in name or "/scripts/" in name]
-
-
-@pytest.mark.slow
-def test_wheel_holds_every_module_once(wheel: list[str]) -> None:
-    expected = set()
-    for top, prefix in [*((p, "") for p in PACKAGES), *((name, "lantern_hpu/") for name in LINKS)]:
-        for file in (ROOT / top).rglob("*.py"):
-            parts = file.relative_to(ROOT).parts
-            if top != "lantern_hpu" or parts[1] not in LINKS:
-                expected.add(prefix + "/".join(parts))
-    modules = [name for name in wheel if name.endswith(".py")]
-    assert set(modules) == expected
-    assert len(modules) == len(expected)
-
-
-@pytest.mark.slow
-def test_wheel_holds_assets_types_and_licences(wheel: list[str]) -> None:
-    assets = (ROOT / "lantern_hpu" / "assets").rglob("*")
-    expected = {file.relative_to(ROOT).as_posix() for file in assets if file.is_file()}
-    assert expected
-    assert expected <= set(wheel)
-    assert {"lantern_hpu/py.typed", "lantern_hpu/backends/cpu/native/decoder.h"} <= set(wheel)
+    modules = sorted(file.as_posix() for file in installed("*.py"))
+    assert sorted(name for name in wheel if name.endswith(".py")) == modules
+    assets = {file.as_posix() for file in installed("*") if "assets" in file.parts}
+    needed = {name for name in assets if (ROOT / name).is_file()}
     stand_in = (ROOT / "gaudi_emulator" / "vendor").rglob("*")
-    named = {f.relative_to(ROOT).as_posix() for f in stand_in if f.suffix in (".py", ".txt", "")}
-    assert {name for name in named if (ROOT / name).is_file()} <= set(wheel)
-    for name in ("LICENSE", "NOTICE"):
-        assert [entry for entry in wheel if entry.endswith(f".dist-info/licenses/{name}")]
+    needed |= {
+        file.relative_to(ROOT).as_posix()
+        for file in stand_in
+        if file.is_file() and file.suffix in (".py", ".txt", "")
+    }
+    needed |= {"lantern_hpu/py.typed", "lantern_hpu/backends/cpu/native/decoder.h"}
+    needed |= {f"{info}/licenses/{name}" for name in ("LICENSE", "NOTICE")}
+    assert assets and needed <= set(wheel)
 
 
 def test_torch_requirement_keeps_a_device_build(project: dict[str, Any]) -> None:
