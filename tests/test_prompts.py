@@ -63,13 +63,8 @@ def saved(folder: Path, kind: str, content: object) -> Path:
     return file
 
 
-@pytest.mark.parametrize("kind", MEANT)
-def test_each_form_of_a_list_is_read_as_it_was_meant(kind: str, tmp_path: Path) -> None:
-    assert read_prompts(saved(tmp_path, *MEANT[kind])) == TWO
-
-
-# Text that is in a cell or line -> the prompt that is drawn
-TEXTS = {
+# What is in a file, and its prompts: marks in a text stay in it
+TEXTS = {kind: (*given, TWO) for kind, given in MEANT.items()} | {
     "a string": ("json", '"red cat"', ["red cat"]),
     "an object": ("json", '{"prompt": "red cat"}', ["red cat"]),
     "one quote": ("tsv", 'Prompt\n5" pipe\n"open\nblue', ['5" pipe', '"open', "blue"]),
@@ -82,7 +77,7 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("kind", TEXTS)
-def test_marks_in_a_text_stay_in_it(kind: str, tmp_path: Path) -> None:
+def test_each_form_of_a_list_is_read_as_it_was_meant(kind: str, tmp_path: Path) -> None:
     ending, content, prompts = TEXTS[kind]
     assert read_prompts(saved(tmp_path, ending, content)) == prompts
 
