@@ -183,7 +183,11 @@ INLINE = r"(?<!`)`((?:lantern-hpu [^`]+ --|python -m (?:scripts|lantern_\w+|test
 STARTS = re.compile(
     r"^(?:[A-Z_]+=\S+ )*(lantern-hpu|gaudi|python -m (?:lantern_hpu\.generate|(?:scripts|lantern_lab|tests)\.[\w.]+)) "
 )
-VARIABLES = {"$TREES": "--method ar,eagle@chain", "$card": "3", "${card}": "3"}  # that the pages set
+VARIABLES = {
+    "$TREES": "--method ar,eagle@chain",
+    "$card": "3",
+    "${card}": "3",
+}  # that the pages set
 
 
 class ParsedError(Exception):
