@@ -110,7 +110,8 @@ def test_both_releases_draw_the_images_of_the_cpu_and_have_nothing_to_say(
         assert [r.steps for r in got.records] == [r.steps for r in expected.records]
         pairs = zip(got.images, expected.images, strict=True)
         assert all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in pairs)
-        assert not rules(card, "error", "warn")
+        # Without a graph each operation is a launch, which is warned of
+        assert not rules(card, "error", *(["warn"] if graphs != "eager" else []))
         graph = got.graph
         assert graph["recompiles_after_warmup"] == 0
         assert counts["cpu_fallbacks"] == card.counts.cuts.total() == 0
