@@ -458,7 +458,7 @@ def test_an_image_is_drawn_again_with_the_parts_it_was_drawn_with(
     monkeypatch.chdir(public)
     first, again = tmp_path / "a.png", tmp_path / "b.png"
     options = ["--model", f"{CLASS}/c2i_B_256.pt", "--vq", f"{CLASS}/vq_ds16_c2i.pt"]
-    assert generate.main([*options, "--class-label", "hen", "--output", str(first)]) == 0
+    assert generate.main([*options, "--prompt", "hen", "--output", str(first)]) == 0
     monkeypatch.chdir(tmp_path)
     assert generate.main(["--from-png", str(first), "--output", str(again)]) == 0
     assert np.array_equal(np.asarray(Image.open(first)), np.asarray(Image.open(again)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -85,17 +86,20 @@ def test_what_a_file_cannot_say_is_refused_in_its_words(
     assert "Traceback" not in said
 
 
-@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize(
+    ("command", "key"),
+    [(command, key) for command in (generate, serve) for key in command.KEYS],
+)
 def test_a_key_that_is_typed_as_an_option_is_refused_with_the_key(
-    key: str, capsys: pytest.CaptureFixture[str]
+    command: ModuleType, key: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     option = "--" + key.replace("_", "-")
     with pytest.raises(SystemExit):
-        make_parser().parse_args([f"{option}=1"])
+        command.make_parser().parse_args([f"{option}=1"])
     said = capsys.readouterr().err
     assert f"{option} is no option" in said and f"{key} in the file of --config" in said
     assert f"LANTERN_HPU_{key.upper()}" in said
-    assert option not in make_parser().format_help()
+    assert option not in command.make_parser().format_help()
 
 
 def test_other_commands_and_the_page_have_them_too(
@@ -109,7 +113,11 @@ def test_other_commands_and_the_page_have_them_too(
     with pytest.raises(SystemExit):
         generate.make_parser().parse_args(["--config", str(tmp_path / "none.toml")])
     assert "No such file" in capsys.readouterr().err
-    page = (Path(__file__).parent.parent / "docs" / "serving.md").read_text()
+    docs = Path(__file__).parent.parent / "docs"
+    assert all(
+        f"`{key}`" in (docs / "reference/environment.md").read_text() for key in generate.KEYS
+    )
+    page = (docs / "serving.md").read_text()
     assert all(f"`{key}`" in page for key in KEYS)
     file.write_text(page.partition("```toml\n")[2].partition("```")[0])
     options = serve_request(make_parser().parse_args(["--config", str(file)]))

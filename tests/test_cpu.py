@@ -73,14 +73,19 @@ def test_both_layouts_draw_the_same_tokens(model: Path, method: str) -> None:
 
 
 def test_a_layout_that_is_not_offered_is_one_error(
-    model: Path, no_library: None, capsys: pytest.CaptureFixture[str]
+    model: Path,
+    no_library: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    asked = ["--model", str(model), "--device", "cpu", "--prompt", PROMPT, "--layout"]
-    assert main([*asked, "magic"]) == 2
+    asked = ["--model", str(model), "--device", "cpu", "--prompt", PROMPT]
+    monkeypatch.setenv("LANTERN_HPU_LAYOUT", "magic")
+    assert main(asked) == 2
     assert "one of auto, native, plain" in capsys.readouterr().err
-    assert main([*asked, "native"]) == 2
+    monkeypatch.setenv("LANTERN_HPU_LAYOUT", "native")
+    assert main(asked) == 2
     shown = capsys.readouterr().err
-    assert "it was not built" in shown and "try: --layout auto" in shown
+    assert "it was not built" in shown and "try: layout = auto" in shown
 
 
 def test_what_inductor_compiles_stays_plain() -> None:
@@ -100,12 +105,14 @@ def test_what_inductor_compiles_stays_plain() -> None:
     [("layout", "native"), ("layout", "plain"), ("kernels", "auto"), ("kernels", "plain")],
 )
 def test_an_image_is_drawn_again_by_the_same_code(
-    model: Path, tmp_path: Path, name: str, value: str
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
     first, again = tmp_path / "first.png", tmp_path / "again.png"
     here = ["--model", str(model), "--device", "cpu"]
-    asked = ["--prompt", PROMPT, f"--{name}", value, "--method", "ar", "--dtype", "bfloat16"]
+    asked = ["--prompt", PROMPT, "--method", "ar", "--dtype", "bfloat16"]
+    monkeypatch.setenv(f"LANTERN_HPU_{name.upper()}", value)
     assert main([*here, *asked, "--output", str(first)]) == 0
+    monkeypatch.delenv(f"LANTERN_HPU_{name.upper()}")
     assert main([*here, "--from-png", str(first), "--output", str(again)]) == 0
     assert [read_png(file)["config"][name] for file in (first, again)] == [value] * 2
 
@@ -155,27 +162,30 @@ def test_a_format_that_the_processor_lacks_is_said(
     tmp_path: Path,
     flags: Callable[[str], None],
     no_library: None,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """It draws all the same, in half the memory; one it does not offer at all is refused."""
     flags("fpu avx2")
     asked = ["--model", str(model), "--device", "cpu", "--prompt", PROMPT]
     output = ["--output", str(tmp_path / "out.png")]
-    assert main([*asked, *output, "--dtype", "bfloat16", "--verbose"]) == 0
+    monkeypatch.setenv("LANTERN_HPU_VERBOSE", "1")
+    assert main([*asked, *output, "--dtype", "bfloat16"]) == 0
     assert "this processor lacks it" in capsys.readouterr().err
     assert main([*asked, "--dtype", "float16"]) == 2
     assert "cpu does not offer dtype 'float16'" in capsys.readouterr().err
 
 
 def test_the_report_says_what_was_taken_and_why(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = tmp_path / "report.json"
     asked = ["--model", str(model), "--device", "cpu", "--prompt", PROMPT, "--threads", "1"]
     output = ["--output", str(tmp_path / "out.png"), "--report", str(report)]
     assert main([*asked, *output]) == 0
     assert "threads" not in capsys.readouterr().err  # unless it is asked for
-    assert main([*asked, *output, "--verbose", "--force"]) == 0
+    monkeypatch.setenv("LANTERN_HPU_VERBOSE", "1")
+    assert main([*asked, *output, "--force"]) == 0
     decided = json.loads(report.read_text())["environment"]["decided"]
     assert set(decided) == {"dtype", "layout", "method", "threads"}
     assert decided["threads"] == "1: asked for"

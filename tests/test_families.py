@@ -50,7 +50,7 @@ LAYOUTS = {
     "janus-pro-hub": ("janus-pro-1b", ""),
     EMU3: ("emu3-gen", ""),
     "emu3-authors": ("emu3-gen", ""),
-    SIMPLEAR: ("simplear-1.5b-1024", "--image-size 512"),
+    SIMPLEAR: ("simplear-1.5b-1024", "IMAGE_SIZE=512"),
     MAMMOTH: ("mammothmoda2-preview", "--height 96 --width 128 --save-states x.safetensors"),
     GLM: ("glm-image", "--height 64 --width 96"),
     EMU35_IMAGE: ("emu3.5-image", "--height 64 --width 96"),
@@ -61,10 +61,10 @@ TOKENS = "--save-tokens x.npz"
 MAMMOTH_NETWORK = "config.json:llm_config.text_config"
 # A model, what is changed in a copy of it, options, and what the refusal says
 REFUSED = (
-    (T2I, "", "--image-size 512", "contradictory"),
-    (HUB_T2I, "", "--image-size 256", "contradictory"),
-    (C2I, "", "--image-size 384", "contradictory"),
-    (ANOLE, "", "--image-size 256", "512 x 512"),
+    (T2I, "", "IMAGE_SIZE=512", "contradictory"),
+    (HUB_T2I, "", "IMAGE_SIZE=256", "contradictory"),
+    (C2I, "", "IMAGE_SIZE=384", "contradictory"),
+    (ANOLE, "", "IMAGE_SIZE=256", "512 x 512"),
     (T2I, "", "--drafter {public}/llamagen-t2i-512/drafter", "for another target"),
     (T2I, "", "--drafter {public}/anole/drafter", "for another target"),
     (T2I, "", "--vq {public}/anole/vqgan.ckpt", "8192 codes"),
@@ -74,9 +74,9 @@ REFUSED = (
     (HUB_T2I, "config.json:block_size=null", "", "does not describe a model"),
     (HUB_T2I, "-model-00002-of-00002.safetensors", "", "model-00002-of-00002.safetensors"),
     ("chameleon-base", "", "--vq {public}/anole/vqgan.ckpt", "base Chameleon"),
-    (LUMINA, "", "--image-size 768", "contradictory"),
+    (LUMINA, "", "IMAGE_SIZE=768", "contradictory"),
     (LUMINA, 'config.json:_name_or_path=""', "", "is unknown"),
-    (LUMINA, 'config.json:_name_or_path=""', "--image-size 640", "no Lumina-mGPT draws 640"),
+    (LUMINA, 'config.json:_name_or_path=""', "IMAGE_SIZE=640", "no Lumina-mGPT draws 640"),
     (LUMINA, "", "--text-encoder {public}/emu3", "is not Chameleon's"),
     (LUMINA, "", "--negative-prompt dog", "--negative-prompt cannot be used"),
     (LUMINA2, "-model-00002-of-00002.safetensors", "", "files are missing in"),
@@ -87,19 +87,18 @@ REFUSED = (
     (LUMINA2, "", "--vq {public}/anole/vqgan.ckpt", "8192 codes"),
     (LUMINA2, "", "--vq {public}/emu3-authors/vqvae", "32768 codes"),
     (LUMINA2, "", "--drafter {public}/lumina-mgpt/drafter", "is for another target"),
-    (LUMINA2, "", "--image-size 784", "allowed: multiples of 32"),
+    (LUMINA2, "", "IMAGE_SIZE=784", "allowed: multiples of 32"),
     (LUMINA2, "", "--height 40 --width 64", "allowed: multiples of 32"),
     (LUMINA2, "", "--height 1024 --width 1024", "takes 16768 positions, 10240 were trained"),
-    (JANUS, "", "--image-size 768", "draws 128 x 128 pixels"),
+    (JANUS, "", "IMAGE_SIZE=768", "draws 128 x 128 pixels"),
     (JANUS, "", "--text-encoder {public}/emu3", "is not Janus's"),
     (JANUS, "", "--negative-prompt dog", "--negative-prompt cannot be used"),
-    (EMU3, "", "--image-size 767", "--image-size is 767"),
+    (EMU3, "", "IMAGE_SIZE=767", "image_size is 767"),
     (EMU3, "", "--method lantern++", "has no drafter"),
     (EMU3, "", "--method eagle@chain", "has no drafter"),
-    (EMU3, "", "--class-label 3", "draws from text"),
     (EMU3, "", "--text-encoder {public}/janus-pro", "is not Emu3's"),
     (EMU35_IMAGE, "", "--height 512", "allowed, height x width: 1024 x 1024, 880 x 1168"),
-    (EMU35_IMAGE, "", "--image-size 512", "try: --height 1024 --width 1024"),
+    (EMU35_IMAGE, "", "IMAGE_SIZE=512", "try: --height 1024 --width 1024"),
     (EMU35_IMAGE, "-text", "", "Qwen/Qwen2.5-7B-Instruct"),
     (EMU35_IMAGE, "-Emu3.5-VisionTokenizer", "", "BAAI/Emu3.5-VisionTokenizer"),
     (EMU35_IMAGE, "-model-00002-of-00002.safetensors", "", "model-00002-of-00002.safetensors"),
@@ -109,7 +108,7 @@ REFUSED = (
     (EMU35_IMAGE, "", "--vq {public}/anole/vqgan.ckpt", "8192 codes, the target draws 131072"),
     (EMU35_IMAGE, "", "--negative-prompt dog", "--negative-prompt cannot be used"),
     (EMU35_IMAGE, "", "--method eagle@chain", "has no drafter"),
-    (SIMPLEAR, "", "--image-size 768", "no SimpleAR draws 768 pixels"),
+    (SIMPLEAR, "", "IMAGE_SIZE=768", "no SimpleAR draws 768 pixels"),
     (SIMPLEAR, "", "--vq {public}/anole/vqgan.ckpt", "8192 codes, the target draws 64000"),
     (MAMMOTH, "", "", "makes no pictures"),
     (MAMMOTH, "", f"{STATES} --height 100", "multiples of 32"),
@@ -151,10 +150,16 @@ def loaded(path: Path, public: Path, options: str = "") -> ImageModel:
     return open_model(parts).load(Placement())
 
 
-def command_of(public: Path, model: Path, options: str) -> list[str]:
-    prompt = ["--class-label", "hen"] if "c2i" in model.name else ["--prompt", "red"]
-    prompt = [] if "--class-label" in options else prompt
-    return ["--model", str(model), *prompt, *options.format(public=public).split()]
+def command_of(
+    public: Path, model: Path, options: str, monkeypatch: pytest.MonkeyPatch
+) -> list[str]:
+    """The command line of options, of which those like `IMAGE_SIZE=512` become variables."""
+    prompt = "hen" if "c2i" in model.name else "red"
+    words = options.format(public=public).split()
+    for name, _, value in (word.partition("=") for word in words if word[0] != "-" and "=" in word):
+        monkeypatch.setenv(f"LANTERN_HPU_{name}", value)
+    taken = [word for word in words if word[0] == "-" or "=" not in word]
+    return ["--model", str(model), "--prompt", prompt, *taken]
 
 
 def changed(folder: Path, goal: Path, change: str) -> Path:
@@ -201,7 +206,9 @@ def test_what_does_not_fit_is_refused_before_weights_are_read(
         pytest.importorskip("diffusers")
     monkeypatch.chdir(tmp_path)
     folder = changed(there(public, model), tmp_path / "copy", change)
-    assert generate.main([*command_of(public, folder, options), "--device", "cpu"]) == 2
+    assert (
+        generate.main([*command_of(public, folder, options, monkeypatch), "--device", "cpu"]) == 2
+    )
     assert why in capsys.readouterr().err
 
 
@@ -254,7 +261,7 @@ def test_it_draws_one_token_a_step_and_by_windows(
     small_pictures(monkeypatch, (4, 4), (4, 6))
     options = LAYOUTS[name][1]
     how = ["--device", device, *(["--emulate"] if device == "hpu" else ["--graphs", "strict"])]
-    command = command_of(public, there(public, name), options)
+    command = command_of(public, there(public, name), options, monkeypatch)
     pictures = ["--output", "x.png"] if name not in (MAMMOTH, GLM) else []
     arguments = [*command, "--method", method, *how, *pictures, "--save-tokens", "x.npz"]
     assert cli.main(["generate", *arguments]) == 0
@@ -283,13 +290,17 @@ def test_it_draws_one_token_a_step_and_by_windows(
 
 
 def test_an_image_tokenizer_without_its_codes_is_refused(
-    public: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], unread: None
+    public: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    unread: None,
 ) -> None:
     state = torch.load(public / EMU35_IMAGE / "Emu3.5-VisionTokenizer" / "model.ckpt")["state_dict"]
     del state["quantize.embedding.weight"]
     torch.save(state, tmp_path / "model.ckpt")
     options = f"--vq {tmp_path / 'model.ckpt'} --output {tmp_path / 'x.png'}"
-    assert generate.main(command_of(public, public / EMU35_IMAGE, options)) == 2
+    assert generate.main(command_of(public, public / EMU35_IMAGE, options, monkeypatch)) == 2
     said = capsys.readouterr().err
     assert "model.ckpt is not a whole VQ tokenizer: it has no table of codes" in said
     assert "try: --vq with a whole one" in said

@@ -261,10 +261,13 @@ def test_one_file_cannot_hold_two_results(
     assert "two results" in capsys.readouterr().err and not file.exists()
 
 
-def test_grid_tokens_and_previews_are_written(model: Path, tmp_path: Path) -> None:
+def test_grid_tokens_and_previews_are_written(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LANTERN_HPU_PREVIEW_EVERY", "1")
     sheet, tokens = tmp_path / "sheet.png", tmp_path / "tokens.npz"
     options = ["--prompt", "cat", "--method", "eagle", "--num-images", 3, "--grid"]
-    options += ["--save-tokens", tokens, "--preview-every", 1]
+    options += ["--save-tokens", tokens]
     assert generate(model, *options, "--output", sheet) == 0
     assert Image.open(sheet).size == (2 * 12 + 4, 2 * (12 + CAPTION) + 4)
     saved = np.load(tokens)

@@ -107,10 +107,13 @@ def test_an_engine_that_something_holds_is_never_closed(
 
 
 @pytest.mark.parametrize("method", ["ar", "eagle@chain", "lantern@dynamic:3x2x8"])
-def test_a_picture_may_be_wider_than_high(tmp_path: Path, method: str) -> None:
+def test_a_picture_may_be_wider_than_high(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    monkeypatch.setenv("LANTERN_HPU_PREVIEW_EVERY", "1")
     folder = write_folder(tmp_path / "wide", grid=(3, 5))
     out = tmp_path / "cat.png"
-    words = ["--model", str(folder), "--method", method, "--preview-every", "1"]
+    words = ["--model", str(folder), "--method", method]
     assert generate.main([*words, "--prompt", "a cat", "--output", str(out)]) == 0
     width, height = Image.open(out).size
     assert width * 3 == height * 5

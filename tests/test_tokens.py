@@ -118,7 +118,6 @@ def test_what_needs_a_tokenizer_says_so(
     for more, said in (
         ([], "the VQ tokenizer ("),
         ([*tokens, "--grid"], "try: leave them out, or --vq FILE where"),
-        ([*tokens, "--preview-every", "1"], "need pictures"),
         ([*tokens, "--method", "lantern++"], "which codes are neighbours is not known"),
     ):
         assert drawn(bare, tmp_path / "out", *more) == 2

@@ -280,7 +280,7 @@ def test_it_reads_well_in_100_columns(capsys: pytest.CaptureFixture[str], name: 
 
 def test_classes_are_asked_for_by_label(capsys: pytest.CaptureFixture[str]) -> None:
     name = "llamagen-c2i-xxl-384"  # the longest; the command stays on one line
-    said = re.search(rf"generate (--model {name} --class-label (\S+))$", listed(capsys, name), re.M)
+    said = re.search(rf"generate (--model {name} --prompt (\S+))$", listed(capsys, name), re.M)
     assert said is not None
     args = generate.make_parser().parse_args(said[1].split())
-    assert args.class_label == [said[2]] and class_index(said[2]) == 1
+    assert args.prompt == [said[2]] and class_index(said[2]) == 1

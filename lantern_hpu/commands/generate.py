@@ -12,7 +12,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -37,7 +37,6 @@ from lantern_hpu.errors import (
 )
 from lantern_hpu.fields import IMAGE_PARAMS, MAX_IMAGES, check_seed, given_params, only
 from lantern_hpu.files import ASSETS, clear_temporary, reading, some_of
-from lantern_hpu.methods.relaxation import EXACT, Relaxation
 from lantern_hpu.methods.setting import AUTO, WINDOWS, Resolved, Setting, lacks_drafter
 from lantern_hpu.models.files.names import PartOverrides
 from lantern_hpu.models.text.frames import check_sources, no_negative, takes_negative
@@ -48,16 +47,21 @@ from lantern_hpu.results.sources import read_picture
 if TYPE_CHECKING:
     from lantern_hpu.core import SourcePicture
     from lantern_hpu.models.files.load import OpenedModel
-    from lantern_hpu.models.model import ImageModel
     from lantern_hpu.pipeline import LanternPipeline
     from lantern_hpu.results.images import GenerationResult
     from lantern_hpu.results.outputs import Outputs
+    from lantern_hpu.results.progress import Bar
 
 # ----------------------------------------------------------------------------------------- options
 
+# Keys of a configuration file, or variables: what few runs need, and no option of the command line
+KEYS = ("image_size", "kernels", "layout", "keep_text", "preview_every", "verbose")
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = options.Parser("lantern-hpu generate", description="Draw images from prompts.")
+
+def make_parser() -> options.Parser:
+    more = f"Keys of --config alone, or variables LANTERN_HPU_...: {', '.join(KEYS)} (docs/reference/environment.md)."
+    about = "Draw images from prompts."
+    parser = options.Parser("lantern-hpu generate", description=about, epilog=more)
     add_what(parser.add_argument_group("what to draw"))
     add_where(parser.add_argument_group("where it goes"))
     how = parser.add_argument_group("how it runs")
@@ -76,15 +80,14 @@ def make_parser() -> argparse.ArgumentParser:
     chosen = "print the chosen number format, layout and threads, with reasons"
     parser.add_argument("--verbose", action="store_true", help=chosen)
     parser.add_argument("--version", action="version", version=f"lantern_hpu {__version__}")
+    parser.only_keys(*KEYS)
     return parser
 
 
 def add_what(group: argparse._ArgumentGroup) -> None:
     add, path = group.add_argument, options.file_path
-    text = "text to draw; repeat the option for several prompts"
+    text = "text to draw, or of a class-conditional model a class of ImageNet by name or index; repeat it for several"
     add("--prompt", action="append", default=[], help=text)
-    label = "ImageNet class by name or index, for class-conditional models; repeat for several"
-    add("--class-label", action="append", default=[], metavar="LABEL", help=label)
     listed = ".txt (one a line), .tsv, .csv, .json or .jsonl"
     add("--prompts-file", type=path, metavar="FILE", help=listed)
     edited = "picture to draw from, for models that read some; repeat it for several of each image"
@@ -122,7 +125,6 @@ class GenerateJob:
     given: PartOverrides
     device: DeviceOptions
     batch_size: int | None = None
-    labels: bool = False  # whether some prompts are class labels
     negative: str | None = None
     size: tuple[int, int] | None = None
     sources: tuple[SourcePicture, ...] = ()
@@ -145,27 +147,21 @@ class GenerateJob:
         """Images that are decoded together."""
         return batch_size_for(len(self.prompts), self.batch_size)
 
-    def requests(
-        self, model: ImageModel, sampling: Sampling, relaxation: Relaxation = EXACT
-    ) -> list[Request]:
-        """One an image; its number counts from the first seed."""
-        size = self.size or model.size_of_sources(self.sources)
-        more = sampling, relaxation, self.negative, size, self.sources
-        return [Request(text, self.seed + n, *more) for n, text in self.prompts.items()]
-
-    def resolve(self, pipeline: LanternPipeline) -> tuple[Resolved, Sampling]:
-        """The setting and the sampling of this model, or of the image to draw again."""
+    def requests(self, pipeline: LanternPipeline) -> tuple[Resolved, list[Request]]:
+        """The setting, and a request an image with a seed of its own; of an image to draw again they are its own."""
+        model = pipeline.model
         if self.png is not None and self.known is not None:
-            return settings_again(self.png, self.known, self.model, pipeline.model.files)
-        sampling = replace(pipeline.model.sampling, **self.sampling)
-        return pipeline.resolve(self.setting, self.slots), sampling
+            setting, sampling = settings_again(self.png, self.known, self.model, model.files)
+        else:
+            setting = pipeline.resolve(self.setting, self.slots)
+            sampling = replace(model.sampling, **self.sampling)
+        size = self.size or model.size_of_sources(self.sources)
+        more = sampling, setting.relaxation, self.negative, size, self.sources
+        return setting, [Request(text, self.seed + n, *more) for n, text in self.prompts.items()]
 
     def check_model(self, opened: OpenedModel) -> None:
         """Refuse what a model cannot draw, before its weights are read."""
         condition, name = opened.config.condition, opened.name
-        if self.labels and condition.kind != "classes":
-            why = f"{name} draws from text"
-            raise OptionError("--class-label cannot be used", why, "--prompt")
         if self.negative is not None and not takes_negative(condition):
             raise no_negative(name)
         if self.sources:
@@ -190,12 +186,12 @@ def read_job(args: argparse.Namespace) -> GenerateJob:
         why = "it keeps the images that are there, and only their pixels"
         raise OptionError("--resume excludes --force, --grid, --save-tokens and --save-states", why)
     asked = given_params(vars(args), "command")
-    return job_of_png(args) if args.from_png else new_job(args, asked)
+    return job_of_png(args, asked) if args.from_png else new_job(args, asked)
 
 
 def new_job(args: argparse.Namespace, asked: Mapping[str, Any]) -> GenerateJob:
     """A job of the arguments of an image, `asked`, and the other options."""
-    prompts = dict(enumerate([*(prompt.strip() for prompt in args.prompt), *args.class_label]))
+    prompts = {number: prompt.strip() for number, prompt in enumerate(args.prompt)}
     first, listed = len(prompts), numbered_prompts(args.prompts_file) if args.prompts_file else {}
     prompts |= {first + number: prompt for number, prompt in listed.items()}
     if not prompts:
@@ -203,10 +199,6 @@ def new_job(args: argparse.Namespace, asked: Mapping[str, Any]) -> GenerateJob:
     count = asked.get("num_images", 1)
     most = MAX_IMAGES // len(prompts)
     require(count <= most, "num_images", count, f"1 to {most}")
-    for label in args.class_label:
-        from lantern_hpu.models.text.prefix import class_index
-
-        class_index(label)
     setting = Setting.parse(asked.get("method", AUTO))
     if args.drafter is not None and setting.method in WINDOWS:
         why = "its drafts are the last step's own draws"
@@ -218,7 +210,6 @@ def new_job(args: argparse.Namespace, asked: Mapping[str, Any]) -> GenerateJob:
         given=options.from_args(PartOverrides, args),
         device=options.from_args(DeviceOptions, args),
         batch_size=args.batch_size,
-        labels=bool(args.class_label),
         negative=asked.get("negative_prompt"),
         size=size_of(args.height, args.width),
         sources=tuple(map(read_picture, args.image)),
@@ -229,18 +220,15 @@ def new_job(args: argparse.Namespace, asked: Mapping[str, Any]) -> GenerateJob:
     )
 
 
-# Options that say what an image to draw again says already
-SAID = (
-    *"prompt class_label prompts_file dtype quantize".split(),
-    *(name for name in IMAGE_PARAMS if name != "batch_size"),
-)
+# Options that say what an image to draw again says already; of many images those decoded together stay free
+SAID = {"prompt", "prompts_file", "dtype", "quantize"} | IMAGE_PARAMS.keys() - {"batch_size"}
 
 
-def job_of_png(args: argparse.Namespace) -> GenerateJob:
+def job_of_png(args: argparse.Namespace, asked: Mapping[str, Any]) -> GenerateJob:
     """The image to draw again: it says what to draw, with which weights and settings."""
-    given = [name for name in SAID if getattr(args, name) not in (None, [])]
-    if given:
-        names = ", ".join("--" + name.replace("_", "-") for name in given)
+    given = {*asked, *(name for name, value in vars(args).items() if value)}
+    if both := SAID & given:
+        names = ", ".join("--" + name.replace("_", "-") for name in sorted(both))
         why = "the image says what to draw"
         raise OptionError(f"--from-png and {names} exclude each other", why)
     data = read_png(args.from_png)
@@ -301,7 +289,7 @@ def threads_again(args: argparse.Namespace, data: dict[str, Any]) -> int:
     threads: int = args.threads or (stored if usable else 0)
     if stored not in (0, threads):
         drawn = f"note: {args.from_png} was drawn with --threads {stored}"
-        otherwise = "with others pixels may differ by a level, and with --layout plain tokens"
+        otherwise = "with others pixels may differ by a level, and in the plain layout tokens"
         print(f"{drawn}: {otherwise}", file=sys.stderr)
     return threads
 
@@ -352,47 +340,25 @@ def draw(args: argparse.Namespace) -> GenerationResult | None:
     outputs = outputs_of(args, job.prompts)
     began = time.perf_counter()
     prepare(job.device.device, job.device.graphs)
-    from lantern_hpu.pipeline import LanternPipeline
-    from lantern_hpu.results.outputs import keep_image, save_outputs
+    import lantern_hpu.pipeline  # noqa: F401  its import is timed
+    from lantern_hpu.results.outputs import save_outputs
     from lantern_hpu.results.progress import Bar
 
     imported = time.perf_counter() - began
-    pipeline = LanternPipeline.from_pretrained(
-        job.model,
-        given=job.given,
-        pictures=not (job.tokens or job.states),
-        size=job.size,
-        check=job.check_model,
-        **vars(job.device),
-    )
-    with closing(pipeline):
+    with closing(open_pipeline(job)) as pipeline:
         show_model(pipeline, job.size)
         outputs = outputs_for(pipeline, outputs)
         if args.verbose:
             show_decided(pipeline, "dtype", "layout")
-        setting, sampling = job.resolve(pipeline)
-        requests = job.requests(pipeline.model, sampling, setting.relaxation)
+        setting, requests = job.requests(pipeline)
         if is_slower_together(pipeline, job, setting):
             print(ONE_BY_ONE, file=sys.stderr)
-        here = [i for i, file in enumerate(outputs.images) if args.resume and file.exists()]
-        kept = kept_images(pipeline, requests, setting, outputs.images, here)
-        left = [i for i in range(len(requests)) if i not in kept]
-        if not left:
+        missing = missing_images(args, pipeline, setting, dict(enumerate(requests)), outputs.images)
+        if not missing:
             return None
-        missing = [requests[i] for i in left]
-        show_notes(pipeline, missing)
-        files = [outputs.images[i] for i in left if outputs.images]
-        keep = partial(keep_image, files, args.force, args.resume) if files else None
         slow = partial(warm_up_note, pipeline)
-        with (
-            closing(Bar(outputs.preview, args.preview_every, slow)) as bar,
-            pipeline.backend.errors(),
-        ):
-            invalid = None
-            try:
-                result = pipeline.draw(missing, setting, job.batch_size, bar, keep)
-            except InvalidImageError as error:
-                result, invalid = error.result, error
+        with closing(Bar(outputs.preview, args.preview_every, slow)) as bar:
+            result, invalid = draw_images(args, pipeline, setting, missing, outputs.images, bar)
         if args.verbose:
             show_decided(pipeline, "threads")
         result.timing.import_s = imported
@@ -407,6 +373,59 @@ def draw(args: argparse.Namespace) -> GenerationResult | None:
         if outputs.states:
             pipeline.save_states(result, outputs.states, args.force)
     return result
+
+
+def open_pipeline(job: GenerateJob) -> LanternPipeline:
+    """The model of a job on its device."""
+    from lantern_hpu.pipeline import LanternPipeline
+
+    return LanternPipeline.from_pretrained(
+        job.model,
+        given=job.given,
+        pictures=not (job.tokens or job.states),
+        size=job.size,
+        check=job.check_model,
+        **vars(job.device),
+    )
+
+
+def missing_images(
+    args: argparse.Namespace,
+    pipeline: LanternPipeline,
+    setting: Resolved,
+    requests: Mapping[int, Request],
+    files: Sequence[Path],
+) -> dict[int, Request]:
+    """Those of the requests, by the numbers of their images, whose files are not there yet."""
+    here = {
+        number: request
+        for number, request in requests.items()
+        if files and not args.force and files[number].exists()
+    }
+    kept = kept_images(pipeline, here, setting, files)
+    missing = {number: request for number, request in requests.items() if number not in kept}
+    show_notes(pipeline, [*missing.values()])
+    return missing
+
+
+def draw_images(
+    args: argparse.Namespace,
+    pipeline: LanternPipeline,
+    setting: Resolved,
+    requests: Mapping[int, Request],
+    files: Sequence[Path],
+    bar: Bar | None = None,
+) -> tuple[GenerationResult, InvalidImageError | None]:
+    """Draw the images of some numbers, each into its file. -> the result, and the error of those that are invalid"""
+    from lantern_hpu.results.outputs import keep_image
+
+    own = [files[number] for number in requests] if files else []
+    keep = partial(keep_image, own, args.force, args.resume) if own else None
+    try:
+        with pipeline.backend.errors():
+            return pipeline.draw([*requests.values()], setting, args.batch_size, bar, keep), None
+    except InvalidImageError as error:
+        return error.result, error
 
 
 def is_slower_together(pipeline: LanternPipeline, job: GenerateJob, setting: Resolved) -> bool:
@@ -440,37 +459,37 @@ def outputs_for(pipeline: LanternPipeline, outputs: Outputs) -> Outputs:
     if not pipeline.diffusion:
         outputs = outputs.of_tokens(pipeline.model.name)
     if outputs.preview:
-        what = "--preview-every cannot be used"
+        what = "preview_every cannot be used"
         raise OptionError(what, "no tokenizer makes pictures of some rows", "leave it out")
     return outputs
 
 
 def kept_images(
     pipeline: LanternPipeline,
-    requests: Sequence[Request],
+    requests: Mapping[int, Request],
     setting: Resolved,
     files: Sequence[Path],
-    here: Iterable[int],
 ) -> set[int]:
-    """Numbers of the images that stay, of those that are there; what was cut off while it was written is removed.
+    """Numbers of the images that stay, of the requests whose files are there; one that was cut off while it was written
+    is removed.
 
     Raises:
         OutputError: some are not those that would be drawn.
     """
     described = pipeline.describe(setting)
-    whole = [index for index in here if not is_cut_off(files[index])]
+    whole = [number for number in requests if not is_cut_off(files[number])]
     others: dict[Path, list[str]] = {}
-    for index in whole:
-        mine = described | requests[index].settings
-        if names := drawn_otherwise(read_png(files[index]), mine, requests[index]):
-            others[files[index]] = names
+    for number in whole:
+        mine = described | requests[number].settings
+        if names := drawn_otherwise(read_png(files[number]), mine, requests[number]):
+            others[files[number]] = names
     if others:
         differing = dict.fromkeys(name for names in others.values() for name in names)
         why = f"{', '.join(differing)} differ from what is asked for"
         raise OutputError(f"{some_of([*others])} is another image", why, "another --output")
-    for index in set(here) - set(whole):
-        print(f"{files[index]} is cut off, and is drawn again", file=sys.stderr)
-        files[index].unlink(missing_ok=True)
+    for number in set(requests) - set(whole):
+        print(f"{files[number]} is cut off, and is drawn again", file=sys.stderr)
+        files[number].unlink(missing_ok=True)
     clear_temporary(files)
     return set(whole)
 
@@ -487,7 +506,7 @@ def draw_with_workers(args: argparse.Namespace) -> int:
     require(1 <= args.workers <= 4096, "workers", args.workers, "1 to 4096")
     saved = args.save_tokens or args.save_states
     if args.grid or args.report or saved or args.preview_every or args.from_png:
-        what = "--workers excludes --grid, --report, --save-tokens, --save-states, --preview-every and --from-png"
+        what = "--workers excludes --grid, --report, --save-tokens, --save-states, --from-png and preview_every"
         raise OptionError(what, "workers write each image to its own file")
     args.output = os.path.join(os.getcwd(), args.output)  # workers may run elsewhere
     files = outputs_of(args, job.prompts).images
@@ -515,31 +534,19 @@ def open_worker(args: argparse.Namespace) -> Callable[[list[int]], tuple[int, li
     """What draws the images of some numbers that are not there yet. -> how many it drew, which are invalid"""
     job = read_job(args)
     prepare(job.device.device, job.device.graphs)
-    from lantern_hpu.pipeline import LanternPipeline
-    from lantern_hpu.results.outputs import image_files, keep_image
+    from lantern_hpu.results.outputs import image_files
 
-    pipeline = LanternPipeline.from_pretrained(
-        job.model, given=job.given, size=job.size, check=job.check_model, **vars(job.device)
-    )
-    setting, sampling = job.resolve(pipeline)
+    pipeline = open_pipeline(job)
+    setting, requests = job.requests(pipeline)
     files, _ = image_files(args.output, job.prompts, False)
-    requests = job.requests(pipeline.model, sampling, setting.relaxation)
 
     def draw_piece(numbers: list[int]) -> tuple[int, list[str]]:
-        here = [i for i in numbers if files[i].exists() and not args.force]
-        kept = kept_images(pipeline, requests, setting, files, here)
-        left = [i for i in numbers if i not in kept]
-        if not left:
+        piece = {number: requests[number] for number in numbers}
+        missing = missing_images(args, pipeline, setting, piece, files)
+        if not missing:
             return 0, []
-        missing = [requests[i] for i in left]
-        show_notes(pipeline, missing)
-        keep = partial(keep_image, [files[i] for i in left], args.force, args.resume)
-        try:
-            with pipeline.backend.errors():
-                pipeline.draw(missing, setting, job.slots, None, keep)
-        except InvalidImageError as error:
-            return len(error.result.drawn), [str(error.why)]
-        return len(left), []
+        result, invalid = draw_images(args, pipeline, setting, missing, files)
+        return len(result.drawn), [str(invalid.why)] if invalid else []
 
     return draw_piece
 
@@ -634,7 +641,8 @@ def summary(result: GenerationResult, output: str | Path) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The `generate` command; returns the exit code."""
-    args = make_parser().parse_args(argv)
+    parser = make_parser()
+    args = parser.parse_args(argv)
 
     def command() -> None:
         if args.workers is not None:
@@ -646,7 +654,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(summary(result, where) if result else f"every image is in {where}")
 
     try:
-        return exit_code(command)
+        return exit_code(command, parser.spell)
     except KeyboardInterrupt:
         print("interrupted: what was drawn is kept, --resume draws the rest", file=sys.stderr)
         return 130

@@ -39,6 +39,7 @@ RENAMED_OPTIONS = {
     "--num-inference-steps": "--method; the number of steps follows from its window or tree",
     "--guidance-scale": "--cfg-scale",
     "--overwrite": "--force",
+    "--class-label": "--prompt",
     "--images": "--num-images",
     "--methods": "--method",
     "--rows": "--method",

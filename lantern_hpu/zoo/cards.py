@@ -64,7 +64,7 @@ def card(
         title, about, tags = f"EAGLE drafter for {model}", DRAFTER, ["eagle"]
         measured = FIGURES.format(**report) + "\n".join(figures(report))
     classes = config.condition.kind == "classes"
-    prompt = Arg("class_label", "goldfish") if classes else Arg("prompt", "a red apple")
+    prompt = Arg("prompt", "goldfish") if classes else Arg("prompt", "a red apple")
     height, width = config.image_size
     text = CARD.format(
         metadata=card_metadata(model, tags),

@@ -164,7 +164,7 @@ def briefly(files: tuple[str, ...]) -> str:
 
 def draw_command(entry: KnownModel, folder: Path | None = None) -> str:
     classes = entry.family == "llamagen-c2i"
-    what = Arg("class_label", "goldfish") if classes else Arg("prompt", "a red apple")
+    what = Arg("prompt", "goldfish") if classes else Arg("prompt", "a red apple")
     model = Arg("model", folder or entry.handle)
     result = entry.config.result
     made = [] if result.name == "output" else [result]

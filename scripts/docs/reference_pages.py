@@ -219,7 +219,7 @@ lantern-hpu models download NAME
 The embedded model, `builtin`, needs no download: `lantern-hpu serve --device DEVICE`. Add
 `--host 0.0.0.0 --api-key KEY` to answer other machines. To draw to a file instead:
 `lantern-hpu generate --model NAME --device DEVICE --prompt "a red apple" --output apple.png`, for
-class models with `--class-label goldfish`. GLM-Image needs `pip install "lantern-hpu[glm,serve]"`.
+class models with `--prompt goldfish`. GLM-Image needs `pip install "lantern-hpu[glm,serve]"`.
 
 Memory is counted, not measured: by `lantern-hpu models plan NAME`, in bfloat16, with the default method, for
 1 and for 8 images at a time. A server holds caches for each of its methods; fewer `--method` take less.
