@@ -88,7 +88,6 @@ REFUSED: dict[str, dict[str, str]] = {
         "--workers 2 --grid": "--workers excludes --grid",
         "--workers 2 --report x": "--report",
         "--workers 2 --save-tokens x": "--save-tokens",
-        "--workers 2 --preview-every 1": "--preview-every",
         "--output image.jpg": ".png",
         # Windows: longer than the picture, and than any
         "--method scd@16": "the window is 16",
