@@ -89,6 +89,9 @@ REFUSED: dict[str, dict[str, str]] = {
         "--workers 2 --report x": "--report",
         "--workers 2 --save-tokens x": "--save-tokens",
         "--output image.jpg": ".png",
+        "--output x.png --report x.png": "two results",
+        "--output binary.py/x.png": "cannot write",
+        "--output cat.png": "--force",
         # Windows: longer than the picture, and than any
         "--method scd@16": "the window is 16",
         "--method scd@999": "scd takes 1 to 256",
@@ -101,6 +104,11 @@ REFUSED: dict[str, dict[str, str]] = {
         "--method jacobi@0:commit=1": "no drafts to accept",
         "--method sjd-pac@8:2x2:commit=4": "exclude each other",
         "--method scd:lambda-5@8:commit=4": "commit takes no relaxation",
+    },
+    "generate --from-png x.png": {
+        "--seed 1": "--from-png and --seed exclude each other",
+        "--temperature 0": "--temperature exclude",
+        "--method 1 --top-k 1": "--method, --top-k exclude",
     },
     "serve": {
         "--port 0 --slots 0": "1 to 256",

@@ -147,16 +147,6 @@ def test_replay_takes_the_threads_of_the_image(
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("option", ["--seed", "--temperature", "--top-k", "--method"])
-def test_replay_refuses_other_settings(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str
-) -> None:
-    file = tmp_path / "cat.png"
-    assert generate(model, "--prompt", "cat", "--output", file) == 0
-    assert main(["--from-png", str(file), option, "1", "--output", str(tmp_path / "b.png")]) == 2
-    assert f"{option} exclude each other" in capsys.readouterr().err
-
-
 def test_replay_takes_no_options_from_a_strangers_image(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -253,14 +243,6 @@ def test_what_is_out_of_range_is_refused_before_a_model_is_opened(
         assert said in capsys.readouterr().err
 
 
-def test_one_file_cannot_hold_two_results(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "x.png"
-    assert generate(model, "--prompt", "cat", "--output", file, "--report", file) == 2
-    assert "two results" in capsys.readouterr().err and not file.exists()
-
-
 def test_grid_tokens_and_previews_are_written(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -346,15 +328,6 @@ def test_damaged_weights_are_refused(
     shown = capsys.readouterr().err
     assert drafter.name in shown and (vq.name if how == "missing" else "checksum") in shown
     assert not (tmp_path / "x.png").exists()
-
-
-def test_unwritable_place_is_refused_before_drawing(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").write_text("not a folder")
-    assert generate(model, "--prompt", "cat", "--output", tmp_path / "file" / "x.png") == 2
-    shown = capsys.readouterr().err
-    assert "cannot write" in shown and "row" not in shown
 
 
 def test_failed_write_leaves_no_half_file(tmp_path: Path) -> None:
