@@ -39,10 +39,12 @@ class Arg:
     Attributes:
         name: of a field of a request, or of an option, with underscores: `cfg_scale`.
         value: that it has, or should have; None names the argument alone, and True is a switch.
+        python: its name in Python, if it has another one there.
     """
 
     name: str
     value: object = None
+    python: str = ""
 
     def __str__(self) -> str:
         return as_keyword(self)
@@ -72,7 +74,7 @@ class Words(str):
 
 
 def words(*parts: str | Arg) -> Words:
-    """`words(Arg("tree"), "and", Arg("window"), "exclude each other")`."""
+    """`words(Arg("height"), "and", Arg("width"), "for all")`."""
     return Words(*parts)
 
 
@@ -91,8 +93,8 @@ def spelled(text: str | Arg, spell: Callable[[Arg], str]) -> str:
 
 
 def as_keyword(arg: Arg) -> str:
-    """In Python: `guidance_scale=0`, `relax="lambda-5"`."""
-    name = arg.name
+    """In Python: `guidance_scale=0`, `method="scd@8"`."""
+    name = arg.python or arg.name
     if arg.value is None:
         return name
     value = f'"{arg.value}"' if isinstance(arg.value, str) else str(arg.value)
@@ -100,7 +102,7 @@ def as_keyword(arg: Arg) -> str:
 
 
 def as_option(arg: Arg) -> str:
-    """On a command line: `--cfg-scale 0`, `--relax lambda-5`."""
+    """On a command line: `--cfg-scale 0`, `--method scd@8`."""
     name = "--" + arg.name.replace("_", "-")
     if arg.value is None or arg.value is True:
         return name

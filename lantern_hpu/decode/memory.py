@@ -234,6 +234,7 @@ def remedies(model: ModelConfig, setup: Setup, device: DeviceMemory) -> Iterator
     """What takes less, and how much: from what costs least to what changes most, each on top of those before it."""
     fetched = ("(the model fetched", Arg("without_drafter", True), ")")
     autoregressive = words(Arg("method", "ar"), *(() if setup.loads_drafter else fetched))
+    unguided = Arg("cfg_scale", 1, python="guidance_scale")
     goes = "free" if setup.is_host else "host"
     spec = setup.spec
     changes: list[tuple[bool, Words, dict[str, Any]]] = [
@@ -242,7 +243,7 @@ def remedies(model: ModelConfig, setup: Setup, device: DeviceMemory) -> Iterator
         (spec.images > 1, words(Arg("batch_size", 1)), {"images": 1}),
         ("int8" in device.quantized, words(Arg("quantize", "int8")), {"quantize": "int8"}),
         (spec.tree.depth > 0, autoregressive, {"tree": DraftTree.root_only(), "neighbours": 0}),
-        (spec.guidance, words(Arg("cfg_scale", 1), "(no guidance)"), {"guidance": False}),
+        (spec.guidance, words(unguided, "(no guidance)"), {"guidance": False}),
     ]
     for applies, name, change in changes:
         other = setup.having(**change)
