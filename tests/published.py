@@ -7,12 +7,13 @@ import json
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -22,6 +23,7 @@ from lantern_hpu.models.families.llama import EMU35
 from lantern_hpu.models.files.checkpoint import open_checkpoint
 from lantern_hpu.models.files.load import open_model
 from lantern_hpu.models.model import ImageModel, Placement
+from lantern_hpu.models.text.prefix import Prefix
 from lantern_hpu.models.transformer import rope_table
 from lantern_hpu.ops.buffers import additive_mask, prefix_mask
 from lantern_hpu.ops.sampling import apply_guidance
@@ -30,17 +32,10 @@ from lantern_hpu.zoo.find import find_parts
 
 SIMPLEAR, LUMINA2, MAMMOTH = "simplear", "lumina-mgpt-2.0", "mammothmoda2"
 JANUS, HUB_JANUS, LUMINA = "janus-pro", "janus-pro-hub", "lumina-mgpt"
-
-
 ANOLE, SWIN = "anole", "a Chameleon with norms behind its parts"
-
-
 EMU3, AUTHORS_EMU3 = "emu3", "emu3-authors"
-
-
 EMU35_IMAGE, U0 = "emu3.5-image", "u0-4b"
-
-
+Rows = tuple[list[int], list[int]]  # ids with a prompt, and without
 PROMPTS = ("a red apple on the tree", "dog", "the photo of a green house and a blue sky, " * 3)
 
 
@@ -52,25 +47,47 @@ def pipeline_of(folder: Path, **how: Any) -> LanternPipeline:
     return LanternPipeline.from_pretrained(str(folder), device="cpu", dtype="float32", **how)
 
 
+def turns(model: ImageModel, prefix: Prefix, length: int) -> Tensor:
+    """Rotations of each row's first positions [R, length, 2, hd / 2]; pads are counted by LlamaGen alone."""
+    config = model.target.config
+    pads = (~prefix.valid).sum(1, keepdim=True) if config.rope == "1d" else 0
+    slot = (torch.arange(length).expand(len(prefix.valid), -1) - pads).clamp(min=0)
+    return rope_table(config, length)[slot]
+
+
+def one_pass(model: ImageModel, prefix: Prefix, tokens: Tensor) -> Tensor:
+    """The target's features [R, P + T, H] of a prefix and tokens [R, T], without a cache."""
+    x = torch.cat([prefix.embeddings, model.target.embed(tokens)], 1)
+    length = x.shape[1]
+    valid = torch.cat([prefix.valid, torch.ones_like(tokens, dtype=torch.bool)], 1)
+    mask = prefix_mask(valid, torch.ones(length, length, dtype=torch.bool).tril())
+    words = model.target.words(torch.cat([prefix.tokens, tokens], 1))
+    rope = turns(model, prefix, length)
+    return model.target(x, rope, additive_mask(mask, x.dtype), words=words)
+
+
+def drafted(model: ImageModel, prefix: Prefix, hidden: Tensor, tokens: Tensor) -> Tensor:
+    """The drafter's guesses over a whole sequence of tokens [R, T]; hidden [R, E, H]."""
+    drafter, entries = model.drafter, hidden.shape[1]
+    assert drafter is not None
+    ids = torch.cat([prefix.tokens, tokens], 1)[:, drafter.shift :][:, :entries]
+    below = torch.ones(entries, entries, dtype=torch.bool).tril()
+    valid = torch.cat([prefix.valid, torch.ones_like(tokens, dtype=torch.bool)], 1)
+    seen = prefix_mask(valid[:, :entries], below)
+    mask = below.expand_as(seen) if drafter.sees_pads else seen
+    rope = turns(model, prefix, entries + 1)[:, 1:]
+    return drafter(ids, hidden, rope, additive_mask(mask, hidden.dtype))
+
+
 def guided_logits(
     model: ImageModel, prompts: Sequence[str], tokens: Tensor, scale: float
 ) -> Tensor:
     """Of every token of these pictures [B, N], in one pass without a cache: [B, N, V]."""
     prefix = model.condition.rows(list(map(Request, prompts)), True)
-    rows = torch.cat([tokens, tokens])  # [R, N]
-    x = torch.cat([prefix.embeddings, model.target.embed(rows[:, :-1])], 1)
-    length = x.shape[1]
-    valid = torch.cat([prefix.valid, torch.ones_like(rows[:, :-1], dtype=torch.bool)], 1)
-    mask = prefix_mask(valid, torch.ones(length, length, dtype=torch.bool).tril())
-    pads = (~prefix.valid).sum(1, keepdim=True)
-    places = (torch.arange(length) - pads).clamp(min=0)
-    rope = rope_table(model.target.config, length)[places]
-    words = model.target.words(torch.cat([prefix.tokens, rows[:, :-1]], 1))
-    hidden = model.target(x, rope, additive_mask(mask, x.dtype), words=words)
+    hidden = one_pass(model, prefix, torch.cat([tokens, tokens])[:, :-1])
     logits = model.target.head(hidden[:, model.target.config.prefix - 1 :])
-    return apply_guidance(
-        logits, sampling_params([Sampling(scale)] * len(tokens), logits.shape[-1]), True
-    )
+    params = sampling_params([Sampling(scale)] * len(tokens), logits.shape[-1])
+    return apply_guidance(logits, params, True)
 
 
 @torch.no_grad()
@@ -114,36 +131,42 @@ def lumina(folder: Path) -> Any:
     return model.float().eval()
 
 
-def lumina_ids(folder: Path, prompt: str) -> tuple[list[int], list[int]]:
-    """The conditional and the unconditional row, by the ids and words of the authors' description."""
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
-    text = f"Generate an image of 512x512 according to the following prompt:\n{prompt}"
-    image = [8197, 8804 + 16, 8804 + 16]
-    return [0, *tokenizer(text, add_special_tokens=False)["input_ids"], 8710, *image], image
-
-
-def emu3(folder: Path) -> tuple[Any, Any]:
-    """transformers' model and tokenizer."""
-    from transformers import Emu3ForConditionalGeneration, PreTrainedTokenizerFast
-
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
-    model: Any = Emu3ForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
-    return model, tokenizer
-
-
-def emu3_ids(tokenizer: Any, text: str, grid: str = "8*8") -> Tensor:
-    """As the authors' processor writes a prompt that is to be drawn: [1, T]."""
-    start, image = "<|extra_203|>", f"<|image start|>{grid}<|image token|>"
-    found = tokenizer(start + text + image, return_tensors="pt", add_special_tokens=False)
-    ids: Tensor = found["input_ids"]
+def words_of(folder: Path, text: str) -> list[int]:
+    """A text's ids by the published tokenizer, without those of its ends."""
+    ids: list[int] = tokenizer_of(folder)(text, add_special_tokens=False)["input_ids"]
     return ids
 
 
+@cache
+def tokenizer_of(folder: Path) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+
+
+def lumina_ids(folder: Path, prompt: str) -> Rows:
+    """By the ids and words of the authors' description."""
+    text = f"Generate an image of 512x512 according to the following prompt:\n{prompt}"
+    image = [8197, 8804 + 16, 8804 + 16]
+    return [0, *words_of(folder, text), 8710, *image], image
+
+
+def emu3(folder: Path) -> Any:
+    from transformers import Emu3ForConditionalGeneration
+
+    return Emu3ForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def emu3_ids(folder: Path, text: str, grid: str = "8*8") -> list[int]:
+    """As the authors' processor writes a prompt that is to be drawn."""
+    return words_of(folder, f"<|extra_203|>{text}<|image start|>{grid}<|image token|>")
+
+
+def emu3_rows(folder: Path, prompt: str, grid: str = "8*8") -> Rows:
+    return emu3_ids(folder, prompt + PRAISE, grid), emu3_ids(folder, NEGATIVE, grid)
+
+
 PRAISE = " masterpiece, film grained, best quality."
-
-
 NEGATIVE = (
     "lowres, bad anatomy, bad hands, text, error, missing fingers, extra digit, fewer digits, cropped, worst quality, "
     "low quality, normal quality, jpeg artifacts, signature, watermark, username, blurry."
@@ -156,7 +179,7 @@ class Theirs:
 
     run: Any
     head: Any
-    rows: Callable[[str], tuple[list[int], list[int]]]
+    rows: Callable[[str], Rows]
     codes: slice
     end: int | None = None  # what closes a row
 
@@ -168,14 +191,12 @@ class Theirs:
 
 
 def their_anole(folder: Path) -> Theirs:
-    from transformers import ChameleonForConditionalGeneration, PreTrainedTokenizerFast
+    from transformers import ChameleonForConditionalGeneration
 
     model: Any = ChameleonForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
 
-    def rows(prompt: str) -> tuple[list[int], list[int]]:
-        words = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        return [0, *words, 8710, 8197], [0, 8197]
+    def rows(prompt: str) -> Rows:
+        return [0, *words_of(folder, prompt), 8710, 8197], [0, 8197]
 
     return Theirs(model.model.eval(), model.lm_head, rows, slice(4, 8196))
 
@@ -187,13 +208,38 @@ def their_lumina(folder: Path) -> Theirs:
 
 
 def their_emu3(folder: Path) -> Theirs:
-    model, tokenizer = emu3(folder)
-
-    def rows(prompt: str) -> tuple[list[int], list[int]]:
-        given, bare = (emu3_ids(tokenizer, t)[0].tolist() for t in (prompt + PRAISE, NEGATIVE))
-        return given, bare
-
+    model, rows = emu3(folder), partial(emu3_rows, folder)
     return Theirs(model.model.text_model, model.lm_head, rows, slice(151854, 184622), 151846)
+
+
+def janus(folder: Path) -> Any:
+    from transformers import JanusForConditionalGeneration
+
+    return JanusForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def their_janus(folder: Path) -> Theirs:
+    """Codes have a table and a head of their own: here they are numbered behind the words."""
+    model = janus(folder)
+    first = model.config.text_config.vocab_size
+
+    def run(input_ids: Tensor) -> Any:
+        words = model.get_input_embeddings()(input_ids.clamp(max=first - 1))
+        codes = model.prepare_embeddings_for_image_generation((input_ids - first).clamp(min=0))
+        x = torch.where(input_ids[..., None] < first, words, codes)
+        return model.model.language_model(inputs_embeds=x)
+
+    def head(hidden: Tensor) -> Tensor:
+        return F.pad(model.model.generation_head(hidden), (first, 0))
+
+    def rows(prompt: str) -> Rows:
+        """The conversation as deepseek-ai's processor writes it; pads take the place of its inside."""
+        begin = "<｜begin▁of▁sentence｜>"
+        text = f"{begin}<|User|>: {prompt.strip()}\n\n<|Assistant|>:<begin_of_image>"
+        ids = words_of(folder, text)
+        return ids, [100000, *[100015] * (len(ids) - 2), 100016]
+
+    return Theirs(run, head, rows, slice(first, first + 64))
 
 
 def with_settings(folder: Path, goal: Path, **settings: Any) -> Path:
@@ -212,18 +258,10 @@ SIMPLEAR_NEGATIVE = (
 )
 
 
-def simplear_rows(
-    folder: Path, prompt: str, negative: str = SIMPLEAR_NEGATIVE
-) -> tuple[list[int], list[int]]:
-    """The conditional and the unconditional row, by the authors' templates."""
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
-    texts = (f"A highly realistic image of {prompt}", negative)
-    ids = [
-        tokenizer(f"<|t2i|>{text}<|soi|>", add_special_tokens=False)["input_ids"] for text in texts
-    ]
-    return ids[0], ids[1]
+def simplear_rows(folder: Path, prompt: str, negative: str = SIMPLEAR_NEGATIVE) -> Rows:
+    """By the authors' templates."""
+    given = words_of(folder, f"<|t2i|>A highly realistic image of {prompt}<|soi|>")
+    return given, words_of(folder, f"<|t2i|>{negative}<|soi|>")
 
 
 def simplear(folder: Path) -> Any:
@@ -232,17 +270,12 @@ def simplear(folder: Path) -> Any:
     return Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def lumina2_rows(
-    folder: Path, prompt: str, height: int = 768, width: int = 768
-) -> tuple[list[int], list[int]]:
-    """The conditional and the unconditional row, by the ids and words of the authors' description."""
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+def lumina2_rows(folder: Path, prompt: str, height: int = 768, width: int = 768) -> Rows:
+    """By the ids and words of the authors' description."""
     text = f"Generate an image of {width}x{height} according to the following prompt:\n{prompt}<reserved08706>"
     names = [f"<reserved{8800 + side // 32:05d}>" for side in (height, width)]
-    image = [151665, *(tokenizer.get_vocab()[name] for name in names)]
-    return [151643, *tokenizer(text, add_special_tokens=False)["input_ids"], *image], image
+    image = [151665, *(tokenizer_of(folder).get_vocab()[name] for name in names)]
+    return [151643, *words_of(folder, text), *image], image
 
 
 def lumina2(folder: Path) -> Any:
@@ -289,40 +322,30 @@ def mammoth(folder: Path) -> Any:
         lambda _, args, kwargs: ids.__setitem__(0, kwargs["input_ids"]), with_kwargs=True
     )
     root = "llm_model.model.language_model."
+    tables = {
+        "model.embed_tokens.weight": [
+            f"{root}embed_tokens.weight",
+            f"{root}gen_embed_tokens.weight",
+        ],
+        "lm_head.weight": ["llm_model.lm_head.weight", "llm_model.gen_head.weight"],
+    }
     state = {}
     for name in model.state_dict():
         old = root + name.removeprefix("model.")
         old = old.replace("mlp.word.", "mlp.").replace("mlp.image.", "gen_mlp.")
-        if name == "model.embed_tokens.weight":
-            parts = [root + "embed_tokens.weight", root + "gen_embed_tokens.weight"]
-        elif name == "lm_head.weight":
-            parts = ["llm_model.lm_head.weight", "llm_model.gen_head.weight"]
-        else:
-            parts = [old]
+        parts = tables.get(name, [old])
         state[name] = torch.cat([stored.read(part).float() for part in parts])
     model.load_state_dict(state)
     return model
 
 
-def tokenizer_of(folder: Path) -> Any:
-    from transformers import PreTrainedTokenizerFast
-
-    return PreTrainedTokenizerFast(tokenizer_file=str(folder / "text" / "tokenizer.json"))
-
-
-def mammoth_rows(
-    folder: Path, prompt: str, grid: tuple[int, int] = (32, 32)
-) -> tuple[list[int], list[int]]:
-    """The conditional and the unconditional row, by the authors' template."""
-    tokenizer = tokenizer_of(folder)
+def mammoth_rows(folder: Path, prompt: str, grid: tuple[int, int] = (32, 32)) -> Rows:
+    """By the authors' template."""
     text = (
         "<|im_start|>system\nYou are a helpful image generator.<|im_end|>\n<|im_start|>user\n"
         f"{prompt}<|im_end|>\n<|im_start|>assistant\n"
     )
-    words, size = (
-        tokenizer(part, add_special_tokens=False)["input_ids"]
-        for part in (text, f"{grid[1]}*{grid[0]}")
-    )
+    words, size = (words_of(folder / "text", part) for part in (text, f"{grid[1]}*{grid[0]}"))
     row = [*words, 152070, *size, 152069]
     return row, row[-10:]
 
@@ -344,16 +367,13 @@ def their_mammoth(folder: Path) -> Theirs:
     return Theirs(model.model, model.lm_head, rows, slice(152072, 168456), 152064)
 
 
-def emu35_rows(
-    folder: Path, of: str, prompt: str, grid: tuple[int, int] = (64, 64)
-) -> tuple[list[int], list[int]]:
-    """The conditional and the unconditional row, by the authors' templates; `of` tells of what the latter is."""
-    tokenizer = tokenizer_of(folder)
-    size = tokenizer("*".join(map(str, grid)), add_special_tokens=False)["input_ids"]
+def emu35_rows(folder: Path, of: str, prompt: str, grid: tuple[int, int] = (64, 64)) -> Rows:
+    """By the authors' templates; `of` tells of what the unconditional row is."""
+    size = words_of(folder / "text", "*".join(map(str, grid)))
 
     def row(helps: str, text: str) -> list[int]:
         written = f"You are a helpful assistant{helps}. USER: {text} ASSISTANT: "
-        words = tokenizer(written, add_special_tokens=False)["input_ids"]
+        words = words_of(folder / "text", written)
         return [151849, *words, 151746, 151852, *size, 151851]
 
     return row(" for t2i task", prompt), row(of, "")
@@ -383,6 +403,7 @@ def small_pictures(monkeypatch: pytest.MonkeyPatch, *grids: tuple[int, int]) -> 
 THEIRS: dict[str, Callable[[Path], Theirs]] = {
     ANOLE: their_anole,
     SWIN: their_anole,
+    HUB_JANUS: their_janus,
     LUMINA: their_lumina,
     EMU3: their_emu3,
     SIMPLEAR: their_simplear,

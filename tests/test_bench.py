@@ -55,17 +55,9 @@ def few_steps() -> Iterator[None]:
 def report(model: Path) -> Report:
     """{ar, eagle2} x {eager, strict}; three images in batches of two are four."""
     file = model.parent / "bench.json"
-    what = ["--method", "ar,eagle2@dynamic:2x1x4"]
-    how = [
-        "--graphs",
-        "eager,auto,strict",
-        "--batch-sizes",
-        "2",
-        "--num-images",
-        "3",
-        "--interleave",
-    ]
-    assert bench.main(["--model", str(model), *what, *how, "--output", str(file)]) == 0
+    what = "--method ar,eagle2@dynamic:2x1x4 --graphs eager,auto,strict --batch-sizes 2"
+    how = [*what.split(), "--num-images", "3", "--interleave", "--output", str(file)]
+    assert bench.main(["--model", str(model), *how]) == 0
     return read_report(file)
 
 
@@ -288,17 +280,16 @@ def test_turns_are_taken_within_a_batch_size(
     pipeline: LanternPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
-    whole = Meter.draw
 
     def draw(meter: Meter, pixels: bool) -> None:
         order.append(f"{meter.case.setting.method} {meter.case.batch}")
         whole(meter, pixels)
 
+    whole = Meter.draw
     monkeypatch.setattr(Meter, "draw", draw)
     settings = parsed("ar", "scd@2")
     wanted = BenchRequest(settings=settings, modes=[], batches=[1, 2], images=2, interleave=True)
-    cases = cases_of(pipeline, wanted, ["eager"])
-    run_bench.measure_all(pipeline, wanted, cases, RATES, 0.0)
+    run_bench.measure_all(pipeline, wanted, cases_of(pipeline, wanted, ["eager"]), RATES, 0.0)
     assert order == ["ar 1", "scd 1"] * 2 + ["ar 2", "scd 2"]
 
 

@@ -12,7 +12,9 @@ import os
 import pickle
 import shutil
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +40,17 @@ from lantern_hpu.models.files.names import PartOverrides, settings_beside
 from lantern_hpu.models.files.tokenizers import open_vq
 from lantern_hpu.models.model import ImageModel, Placement
 from lantern_hpu.models.text.frames import FIRST_IMAGE_TOKEN, code_name
-from lantern_hpu.models.text.prefix import CaptionConditioner, Prefix, TokenConditioner
-from lantern_hpu.models.transformer import rope_table
+from lantern_hpu.models.text.prefix import CaptionConditioner, TokenConditioner
 from lantern_hpu.models.vq import VQModel
-from lantern_hpu.ops.buffers import additive_mask, prefix_mask
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.zoo.find import find_parts
 from lantern_lab.train.unroll import Lesson
 from tests import numpy_twins as twins
 from tests.marks import mostly_slow
+from tests.published import drafted, one_pass
 
 CODES = [3, 0, 9, 31, 60, 7, 7, 12, 1, 5]
+ROWS = torch.tensor([CODES, CODES])  # with a condition, and without
 TEXT, HUB_TEXT, ANOLE, CLASS = "llamagen-t2i-256", "llamagen-t2i-512", "anole", "llamagen-c2i"
 # What to pass to --model below the folder of synthetic checkpoints, and the condition
 FORMATS = {
@@ -89,38 +91,6 @@ def copy(public: Path, name: str, goal: Path) -> Path:
 # ------------------------------------------------------------------------------------ the same numbers
 
 
-def run(model: ImageModel, prefix: Prefix, codes: list[int]) -> torch.Tensor:
-    """The target's features [R, P + T, H] in one pass."""
-    tokens = torch.tensor(codes).expand(len(prefix.valid), -1)
-    x = torch.cat([prefix.embeddings, model.target.embed(tokens)], 1)
-    valid = torch.cat([prefix.valid, torch.ones_like(tokens, dtype=torch.bool)], 1)
-    mask = prefix_mask(valid, torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril())
-    return model.target(x, turns(model, prefix, x.shape[1]), additive_mask(mask, x.dtype))
-
-
-def turns(model: ImageModel, prefix: Prefix, length: int) -> torch.Tensor:
-    config = model.target.config
-    pads = (~prefix.valid).sum(1, keepdim=True) if config.rope == "1d" else 0
-    slot = (torch.arange(length).expand(len(prefix.valid), -1) - pads).clamp(min=0)
-    return rope_table(config, length)[slot]
-
-
-def guess(
-    model: ImageModel, prefix: Prefix, hidden: torch.Tensor, codes: list[int]
-) -> torch.Tensor:
-    """The drafter's guesses over a whole sequence; hidden [R, E, H]."""
-    assert model.drafter is not None
-    entries = hidden.shape[1]
-    ids = torch.cat([prefix.tokens, torch.tensor(codes).expand(len(prefix.tokens), -1)], 1)
-    ids = ids[:, model.drafter.shift :][:, :entries]
-    below = torch.ones(entries, entries, dtype=torch.bool).tril()
-    valid = torch.cat([prefix.valid, torch.ones(len(ids), len(codes), dtype=torch.bool)], 1)
-    seen = prefix_mask(valid[:, :entries], below)
-    mask = below.expand_as(seen) if model.drafter.sees_pads else seen
-    rope = turns(model, prefix, entries + 1)[:, 1:]
-    return model.drafter(ids, hidden, rope, additive_mask(mask, hidden.dtype))
-
-
 def raw(file: Path) -> dict[str, twins.Array]:
     """A checkpoint's tensors as the twins take them."""
     content = open_checkpoint(file)
@@ -137,7 +107,7 @@ def test_class_conditional_target_equals_its_twin(public: Path, model: str) -> N
     mine = opened(public, file)
     weights, config = twins.from_gpt(raw(public / file)), mine.target.config
     with torch.no_grad():
-        hidden = run(mine, mine.condition.rows([Request("207")], guidance=True), CODES)
+        hidden = one_pass(mine, mine.condition.rows([Request("207")], guidance=True), ROWS)
     for row, label in enumerate((207, None)):
         want = twins.llamagen_target(
             weights,
@@ -161,8 +131,8 @@ def test_caption_target_and_drafter_equal_their_twins(public: Path, name: str) -
     assert drafter is not None
     with torch.no_grad():
         prefix = mine.condition.rows([Request("red apple on a table")], guidance=True)
-        hidden = run(mine, prefix, CODES)
-        guessed = guess(mine, prefix, hidden[:, :-1], CODES)
+        hidden = one_pass(mine, prefix, ROWS)
+        guessed = drafted(mine, prefix, hidden[:, :-1], ROWS)
     parts = find_parts(str(public / name))
     assert parts.target is not None and parts.drafter is not None
     stored = raw(parts.target)
@@ -184,7 +154,7 @@ def test_caption_target_and_drafter_equal_their_twins(public: Path, name: str) -
             earlier=True,
         )
         near(hidden[row], want[1])
-        drafted = twins.llamagen_drafter(
+        want_guesses = twins.llamagen_drafter(
             own,
             weights["lm_head.weight"],
             config.heads,
@@ -194,7 +164,7 @@ def test_caption_target_and_drafter_equal_their_twins(public: Path, name: str) -
             CODES,
             drafter.config.norm_eps,
         )
-        near(guessed[row], drafted[0])
+        near(guessed[row], want_guesses[0])
 
 
 def test_anole_and_its_drafter_equal_their_twins(public: Path) -> None:
@@ -205,9 +175,9 @@ def test_anole_and_its_drafter_equal_their_twins(public: Path) -> None:
     words = mine.condition.words("a cat")
     with torch.no_grad():
         prefix = mine.condition.rows([Request("a cat")], guidance=True)
-        hidden = run(mine, prefix, CODES)
+        hidden = one_pass(mine, prefix, ROWS)
         logits = mine.target.head(hidden)
-        guessed = guess(mine, prefix, hidden[:, :-1], CODES)
+        guessed = drafted(mine, prefix, hidden[:, :-1], ROWS)
     weights, own = raw(public / ANOLE), raw(public / ANOLE / "drafter")
     image = [code + FIRST_IMAGE_TOKEN for code in CODES]
     for row, guided in enumerate((True, False)):
@@ -216,7 +186,7 @@ def test_anole_and_its_drafter_equal_their_twins(public: Path) -> None:
         real = sum(valid)
         near(hidden[row, -real:], want[-real:])
         near(logits[row, -real:], want_logits[-real:, 4 : 4 + config.vocab_size])
-        drafted = twins.anole_drafter(
+        want_guesses = twins.anole_drafter(
             own,
             weights["lm_head.weight"],
             config.heads,
@@ -226,7 +196,7 @@ def test_anole_and_its_drafter_equal_their_twins(public: Path) -> None:
             positions[:-1],
             drafter.config.norm_eps,
         )
-        near(guessed[row, -real + 1 :], drafted[0][-real + 1 :])
+        near(guessed[row, -real + 1 :], want_guesses[0][-real + 1 :])
 
 
 @pytest.mark.parametrize(
@@ -257,12 +227,12 @@ def test_training_sees_what_decoding_sees(public: Path, name: str) -> None:
     assert mine.drafter is not None
     with torch.no_grad():
         lesson = Lesson(mine, ["a cat"], tokens)
-        hidden = run(mine, mine.condition.rows([Request("a cat")], True), tokens[0].tolist()[:-1])
+        prefix = mine.condition.rows([Request("a cat")], True)
+        hidden = one_pass(mine, prefix, tokens[:, :-1].expand(2, -1))
         guessed = mine.drafter(
             lesson.tokens, lesson.features, lesson.rope, lesson.mask(mine.drafter, 0)
         )
-        prefix = mine.condition.rows([Request("a cat")], True)
-        want = guess(mine, prefix, hidden[:, :-1], tokens[0].tolist())
+        want = drafted(mine, prefix, hidden[:, :-1], tokens.expand(2, -1))
     torch.testing.assert_close(lesson.hidden, hidden)
     torch.testing.assert_close(guessed, want)
 
@@ -346,42 +316,44 @@ def test_published_containers_of_the_same_weights_have_one_fingerprint(
 # ------------------------------------------------------------------------------------ strictness
 
 
-def changed(public: Path, tmp_path: Path, change: Any) -> Path:
-    """A copy of a caption model's safetensors with its tensors changed."""
-    folder = copy(public, HUB_TEXT, tmp_path)
+State = dict[str, torch.Tensor]
+
+
+def changed(public: Path, goal: Path, name: str, change: Callable[[State], State]) -> None:
+    """A copy of a checkpoint of shards with the tensors of each changed."""
+    folder, places = copy(public, name, goal), dict[str, str]()
     for file in folder.glob("model-*.safetensors"):
-        tensors = load_file(file)
-        save_file(change(tensors), file)
+        tensors = change(load_file(file))
+        save_file(tensors, file)
+        places |= dict.fromkeys(tensors, file.name)
     index = folder / "model.safetensors.index.json"
-    places = {n: f.name for f in folder.glob("model-*.safetensors") for n in load_file(f)}
     index.write_text(json.dumps({"weight_map": places}))
-    return folder
 
 
 def test_every_wrong_tensor_is_listed(public: Path, tmp_path: Path) -> None:
-    def spoil(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        found = {n: t for n, t in tensors.items() if "layers.0.mlp.down_proj" not in n}
+    def spoil(tensors: State) -> State:
+        found = without("layers.0.mlp.down_proj", tensors)
         if "model.norm.weight" in found:
             found["model.norm.weight"] = torch.ones(3)
             found["model.bonus.weight"] = torch.ones(3)
         return found
 
+    changed(public, tmp_path, HUB_TEXT, spoil)
     with pytest.raises(WeightsError) as caught:
-        opened(tmp_path, changed(public, tmp_path, spoil).name)
+        opened(tmp_path, HUB_TEXT)
     for word in ("layers.0.mlp.down_proj.weight", "norm.weight [3]", "bonus.weight"):
         assert word in str(caught.value)
 
 
+def without(part: str, tensors: State) -> State:
+    return {name: tensor for name, tensor in tensors.items() if part not in name}
+
+
 @pytest.mark.parametrize("name", [HUB_TEXT, ANOLE])
 def test_missing_last_layers_are_missed(public: Path, tmp_path: Path, name: str) -> None:
-    folder = copy(public, name, tmp_path)
-    last = json.loads((folder / "config.json").read_text())["num_hidden_layers"] - 1
-    places: dict[str, str] = {}
-    for file in folder.glob("model-*.safetensors"):
-        tensors = {n: t for n, t in load_file(file).items() if f".layers.{last}." not in n}
-        save_file(tensors, file)
-        places |= dict.fromkeys(tensors, file.name)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    last = json.loads((public / name / "config.json").read_text())["num_hidden_layers"] - 1
+    kept = partial(without, f".layers.{last}.")
+    changed(public, tmp_path, name, kept)
     with pytest.raises(WeightsError, match=f"layers.{last}.*missing|missing.*layers.{last}"):
         opened(tmp_path, name)
 
@@ -536,18 +508,14 @@ def test_unknown_size_and_family_say_what_to_do(public: Path, tmp_path: Path) ->
     shutil.copy(public / CLASS / "c2i_B_256.pt", tmp_path / "mine.pt")
     content = torch.load(public / CLASS / "vq_ds16_c2i.pt", weights_only=True)
     vq = public / CLASS / "vq_ds16_c2i.pt"
-    state = {n: t for n, t in open_state(tmp_path / "mine.pt").items() if "freqs_cis" not in n}
+    stored = open_checkpoint(tmp_path / "mine.pt")
+    state = {name: stored.read(name).clone() for name in stored.shapes if "freqs_cis" not in name}
     torch.save({"model": state}, tmp_path / "mine.pt")
     with pytest.raises(WeightsError, match="image_size=256 or 384 or 512"):
         opened(tmp_path, "mine.pt", vq=vq)
     torch.save(content, tmp_path / "other.pt")
     with pytest.raises(WeightsError, match="unknown model family"):
         opened(tmp_path, "other.pt")
-
-
-def open_state(file: Path) -> dict[str, torch.Tensor]:
-    checkpoint = open_checkpoint(file)
-    return {name: checkpoint.read(name).clone() for name in checkpoint.shapes}
 
 
 def test_pickles_are_refused_where_torch_cannot_hold_them(

@@ -129,9 +129,12 @@ def kernels() -> Kernels:
 
 
 def near(got: Tensor, want: Tensor) -> None:
-    torch.testing.assert_close(
-        got, want, rtol=1e-5, atol=1e-6
-    )  # sums of a few hundred, in any order
+    """But for the order of sums of a few hundred numbers."""
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def slack_of(dtype: torch.dtype) -> float:
+    return 1e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
 
 
 class Random:
@@ -327,31 +330,25 @@ class Walked:
         return replace(found, tv=each(0.2), budget=budget)
 
     def together(self, name: str, kernel: Traverse | None = None) -> tuple[Verdict, Verdict]:
-        """Of drafts that are verified together."""
-        drafts = Drafts(self.tokens, self.q, StaticTables(self.tree).to(self.device)(B))
-        spec = Spec(B, False, self.tree, blended=name == "blended", metered=True, together=True)
+        """Of drafts that are verified together, by the kernel and by its plain twin."""
         wide = self.random.uniform(B, self.tree.size + 2)
-        verdicts = [
-            Acceptance(spec, traverse=traverse)
-            .to(self.device)
-            .walk_sampled(self.p, drafts, wide[:, : self.tree.size - 1], self.bounds(RULES[name]))
-            for traverse in (kernel or kernels().traverse, None)
-        ]
-        return verdicts[0], verdicts[1]
+        spec = Spec(B, False, self.tree, blended=name == "blended", metered=True, together=True)
+        made = (Acceptance(spec, traverse=one) for one in (kernel or kernels().traverse, None))
+        return self.verdicts(name, wide[:, : self.tree.size - 1], *made)
 
     def both(self, name: str, kernel: Walk | None = None) -> tuple[Verdict, Verdict]:
-        rule = RULES[name]
-        table = ring(V).int()[:, :6] if rule[0] else None
+        table = ring(V).int()[:, :6] if RULES[name][0] else None
         annealed, blended = name == "annealed", name == "blended"
-        drafts = Drafts(self.tokens, self.q, StaticTables(self.tree).to(self.device)(B))
         spec = Spec(B, False, self.tree, annealed=annealed, blended=blended, metered=True)
-        verdicts = [
-            Acceptance(spec, table, walk=walk)
-            .to(self.device)
-            .walk_sampled(self.p, drafts, self.uniform, self.bounds(rule))
-            for walk in (kernel or kernels().walk, None)
-        ]
-        return verdicts[0], verdicts[1]
+        made = (Acceptance(spec, table, walk=one) for one in (kernel or kernels().walk, None))
+        return self.verdicts(name, self.uniform, *made)
+
+    def verdicts(
+        self, name: str, uniform: Tensor, mine: Acceptance, plain: Acceptance
+    ) -> tuple[Verdict, Verdict]:
+        drafts = Drafts(self.tokens, self.q, StaticTables(self.tree).to(self.device)(B))
+        given = self.p, drafts, uniform, self.bounds(RULES[name])
+        return mine.to(self.device).walk_sampled(*given), plain.to(self.device).walk_sampled(*given)
 
 
 def same_verdict(got: Verdict, want: Verdict) -> None:
@@ -373,33 +370,26 @@ def same_traversal(tree: DraftTree, got: Verdict, want: Verdict, exactly: bool =
     assert not exactly or all(torch.equal(getattr(got, n), x) for n, x in vars(want).items())
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize(
+    ("name", "together"), [*((name, False) for name in RULES), ("exact", True), ("blended", True)]
+)
 @on_devices
-def test_walk(device: str, name: str) -> None:
+def test_walk(device: str, name: str, together: bool) -> None:
+    """Of drafts that are verified one by one, or together."""
     reached = set()
     for seed in range(8):
-        got, want = Walked(device, seed).both(name)
-        same_verdict(got, want)
+        walked = Walked(device, seed)
+        if together:
+            got, want = walked.together(name)
+            same_traversal(walked.tree, got, want)
+        else:
+            got, want = walked.both(name)
+            same_verdict(got, want)
         reached |= {
             (int(node) > 0, bool(r.any())) for node, r in zip(got.node, got.relaxed, strict=True)
         }
     assert {accepted for accepted, _ in reached} == {False, True}
     assert any(helped for _, helped in reached) == (name != "exact")
-
-
-@pytest.mark.parametrize("name", ["exact", "blended"])
-@on_devices
-def test_drafts_verified_together(device: str, name: str) -> None:
-    reached = set()
-    for seed in range(8):
-        walked = Walked(device, seed)
-        got, want = walked.together(name)
-        same_traversal(walked.tree, got, want)
-        reached |= {
-            (int(node) > 0, bool(r.any())) for node, r in zip(got.node, got.relaxed, strict=True)
-        }
-    assert {accepted for accepted, _ in reached} == {False, True}
-    assert any(helped for _, helped in reached) == (name == "blended")
 
 
 @on_devices
@@ -475,7 +465,7 @@ def test_attention(device: str, name: str) -> None:
         if dtype == torch.bfloat16 and device == "cpu":
             continue  # the interpreter multiplies no matrices of it
         got, want = Looked(device, SHAPES[name], dtype).both()
-        slack = 1e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
+        slack = slack_of(dtype)
         torch.testing.assert_close(got, want, rtol=slack, atol=slack)
 
 
@@ -619,7 +609,7 @@ def test_attend(device: str, name: str, interleaved: bool) -> None:
             mixed = function(q, k, v, rope, interleaved, write, additive_mask(seen, dtype))
             mixed[1, :, 0] = 0
             outcomes.append((mixed, keys, values))
-        slack = 1e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
+        slack = slack_of(dtype)
         for got, want in zip(*outcomes, strict=True):
             torch.testing.assert_close(got, want, rtol=slack, atol=slack)
         assert torch.equal(outcomes[0][2], outcomes[1][2])  # values are only moved
@@ -676,10 +666,6 @@ def multiplied(
     ]
 
 
-def triton_product() -> Any:
-    return kernels().product
-
-
 AROUND = (
     "norm gated int8",
     "norm bias residual",
@@ -698,18 +684,19 @@ SIZES = ((5, 33), (3, 300), (4, 256), (32, 1024), (1, 1))
 @on_devices
 def test_product(device: str, form: str, every: bool) -> None:
     """Each form over rows that fill its block and do not, and sizes that its blocks divide and do not."""
-    units = FORMS[form].kernel == "dot"
+    units, multiply = FORMS[form].kernel == "dot", kernels().product
+    assert multiply is not None
     some_rows, all_rows = ((9, 17), (*range(9, 18), 33)) if units else ((3,), range(1, 9))
     dtypes = (torch.float32, torch.float16, torch.bfloat16)
     for dtype in dtypes if every else dtypes[:1]:
         if device == "cpu" and units and dtype == torch.bfloat16:
             continue  # the interpreter multiplies no matrices of it
-        slack = 1e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
+        slack = slack_of(dtype)
         for i, rows in enumerate(all_rows if every else some_rows):
             for j, sizes in enumerate(SIZES if every else SIZES[:2]):
                 around = AROUND[(i + j) % len(AROUND)]
                 given = multiplied(Random(rows, device), rows, *sizes, around, dtype)
-                got, want = triton_product()(*given, form), product(*given)
+                got, want = multiply(*given, form), product(*given)
                 assert got.shape == want.shape and got.dtype == dtype and got.is_contiguous()
                 torch.testing.assert_close(got, want, rtol=slack, atol=slack)
 
@@ -717,11 +704,13 @@ def test_product(device: str, form: str, every: bool) -> None:
 @on_devices
 def test_a_row_of_a_product_does_not_depend_on_its_company(device: str) -> None:
     """Within a form: so what a batch changes is the form alone, where its rows have another."""
+    multiply = kernels().product
+    assert multiply is not None
     for form, most in (("multiply_add 2x512", 8), ("dot 16x128", 16)):
         x, *rest = multiplied(Random(5, device), most, 4, 300, "norm gated", torch.float32)
-        whole = triton_product()(x, *rest, form)
+        whole = multiply(x, *rest, form)
         fewest = FORMS[form].rows[0]
-        part = triton_product()(x[most - fewest :], *rest, form)
+        part = multiply(x[most - fewest :], *rest, form)
         assert torch.equal(whole[most - fewest :], part)
 
 
@@ -744,13 +733,18 @@ def test_place(device: str, images: int) -> None:
                 what = (start, offset, slot[2 : 2 + tokens], table)
                 for seen, counted in ((valid, pads), (None, None)):
                     given = (*what, seen, counted, angles, slot, slot[:rows] * slots, dtype)
-                    for got, want in zip(
-                        kernels().place(*given), place_tokens(*given), strict=True
-                    ):
-                        assert torch.equal(got, want) and got.dtype == want.dtype
+                    pairs = zip(kernels().place(*given), place_tokens(*given), strict=True)
+                    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in pairs)
 
 
 # ----------------------------------------------------------------------------------------- together
+
+
+def with_kernels(target: Target, chosen: Kernels) -> Target:
+    """The same target with other kernels."""
+    made = Target(target.config, chosen).requires_grad_(False).eval()
+    made.load_state_dict(target.state_dict())
+    return made
 
 
 @pytest.mark.parametrize("healthy", [True, False])
@@ -769,8 +763,7 @@ def test_commit_leaves_the_state_that_the_plain_one_leaves(
     states = []
     for commit in (kernels().commit, None):
         target, drafter = tiny_models()
-        swapped = Target(target.config, replace(PLAIN, commit=commit)).requires_grad_(False).eval()
-        swapped.load_state_dict(target.state_dict())
+        swapped = with_kernels(target, replace(PLAIN, commit=commit))
         if not healthy:
             swapped.head.weight.fill_(torch.nan)
         engine = make_engine((swapped, drafter), spec_for(tree, requests), "eager")
@@ -796,10 +789,7 @@ def test_step_with_kernels_draws_what_the_plain_step_draws(device: str) -> None:
     target, drafter = tiny_models()
     # Norms and rotations are many programs, which the interpreter is slow at.
     slow = {name: getattr(PLAIN, name) for name in ("rms_norm", "rotate", "rotate_into")}
-    chosen = replace(kernels(), **slow)
-    swapped = Target(target.config, chosen).requires_grad_(False).eval()
-    swapped.load_state_dict(target.state_dict())
-    drawn = []
+    swapped, drawn = with_kernels(target, replace(kernels(), **slow)), []
     for models in ((swapped, drafter), (target, drafter)):
         plan = spec_for(SMALL_TREE, requests)
         engine = make_engine(models, plan, "strict")
@@ -816,15 +806,14 @@ def test_step_with_kernels_draws_what_the_plain_step_draws(device: str) -> None:
 def test_target_with_forms_of_products_is_the_plain_one(device: str, bias: bool) -> None:
     """All four products of each block in a form of their own, or some, over few rows and over more."""
     config = tiny_config(qkv_bias=bias)
-    weights, random = tiny_models(config)[0].state_dict(), Random(7, device)
+    plain, random = tiny_models(config)[0], Random(7, device)
     for rows, tokens in ((2, 3), (2, 6)):
         x = random.normal(rows, tokens, config.dim)
         rope = rope_table(config, 20)[:tokens].to(device).expand(rows, -1, -1, -1)
         seen = torch.ones(rows, tokens, tokens, dtype=torch.bool, device=device).tril()
         outcomes = []
         for own in ((), ("qkv", "down"), ("out", "gate_up"), ("qkv", "out", "gate_up", "down")):
-            target = Target(config, kernels()).to(device).eval()
-            target.load_state_dict(weights)
+            target = with_kernels(plain, kernels()).to(device)
             made = Forms(kernels(), Card(), lambda name, why: None)
             made.choose = lambda asked, own=own: (  # type: ignore[method-assign, misc]
                 asked.offered[0] if asked.name in own else CUBLAS
@@ -841,13 +830,11 @@ def test_target_with_forms_of_products_is_the_plain_one(device: str, bias: bool)
 def test_target_with_kernels_is_the_plain_one(device: str, norms: dict[str, Any]) -> None:
     """Over a cache, whose capacity lets several programs share the keys."""
     config, rows, size = tiny_config(kv_heads=1, **norms), 2, 128
-    weights = tiny_models(config)[0].state_dict()
-    random = Random(6, device)
+    plain, random = tiny_models(config)[0], Random(6, device)
     x, rope = random.normal(rows, 7, config.dim), rope_table(config, 7).to(device)
     outcomes = []
     for some in (kernels(), PLAIN):
-        target = Target(config, some).to(device).eval()
-        target.load_state_dict(weights)
+        target = with_kernels(plain, some).to(device)
         sizes = config.layers, rows, size, config.kv, config.head_dim
         cache = KVCache.allocate(*sizes, torch.float32, torch.device(device))
         features = []

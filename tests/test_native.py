@@ -95,6 +95,10 @@ def make_target(changes: dict[str, Any], form: str = "float32") -> Target:
     return target
 
 
+def native_of(target: Target) -> NativeDecoder:
+    return NativeDecoder(list(target.layers), target.norm)
+
+
 def make_rope(config: TransformerConfig, rows: int, tokens: int, dtype: torch.dtype) -> Tensor:
     angles = torch.randn(rows, tokens, 1, config.head_dim // 2)
     return torch.cat([angles.cos(), angles.sin()], 2).to(dtype)
@@ -149,7 +153,7 @@ def assert_close(mine: Tensor, plain: Tensor, tolerance: float) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_step_equals_the_plain_one(family: str, form: str, by_head: bool, isa: str) -> None:
     target, (dtype, tolerance) = make_target(FAMILIES[family], form), FORMATS[form]
-    decoder = NativeDecoder(list(target.layers), target.norm)
+    decoder = native_of(target)
     for tokens in (1, 5, 9):
         results = []
         for forward in (target, decoder):
@@ -167,7 +171,7 @@ def test_a_step_equals_the_plain_one(family: str, form: str, by_head: bool, isa:
 def test_prefill_equals_the_plain_one(family: str, form: str, isa: str) -> None:
     """Two of three rows are admitted: they attend to themselves alone, behind their pads."""
     target, (dtype, tolerance) = make_target(FAMILIES[family], form), FORMATS[form]
-    decoder, width = NativeDecoder(list(target.layers), target.norm), 12
+    decoder, width = native_of(target), 12
     index = (torch.tensor([2, 0])[:, None] * S + torch.arange(width)).flatten().int()
     visible = torch.ones(width, width, dtype=torch.bool).tril().repeat(2, 1, 1)
     visible[0, :, :5] = False
@@ -220,7 +224,7 @@ def test_a_matrix_equals_the_plain_one(form: str, sizes: tuple[int, int], isa: s
 def test_a_rows_bits_depend_on_nothing_but_itself(form: str, isa: str) -> None:
     """From 1 to 300 rows of a product; 1 to 40 rows of a step; one thread or two."""
     target, (dtype, _) = make_target(FAMILIES["emu3"], form), FORMATS[form]
-    decoder, linear = NativeDecoder(list(target.layers), target.norm), target.head
+    decoder, linear = native_of(target), target.head
     matrix = NativeLinear(linear, decoder.format)
     torch.manual_seed(5)
     x = torch.randn(300, target.config.dim).to(dtype)
@@ -256,7 +260,7 @@ def copied(cache: KVCache, first: int, rows: int) -> KVCache:
 
 def test_positions_that_are_masked_change_no_bit(isa: str) -> None:
     target = make_target(FAMILIES["llamagen"])
-    decoder = NativeDecoder(list(target.layers), target.norm)
+    decoder = native_of(target)
     arguments = step_arguments(target.config, 2, 3, torch.float32)
     cache = make_cache(target.config, 2, torch.float32)
     spoiled = copied(cache, 0, 2)
@@ -273,7 +277,7 @@ def test_positions_that_are_masked_change_no_bit(isa: str) -> None:
 def test_left_padding_is_not_read(isa: str) -> None:
     """Whole blocks of positions before the first one that a row's queries attend to, whatever lies there."""
     target = make_target(FAMILIES["llamagen"])
-    decoder = NativeDecoder(list(target.layers), target.norm)
+    decoder = native_of(target)
     arguments = step_arguments(target.config, 2, 3, torch.float32)
     arguments["mask"][1, ..., :16] = torch.finfo(torch.float32).min
     cache = make_cache(target.config, 2, torch.float32)
@@ -335,7 +339,7 @@ def test_native_kernels_draw_the_tokens_of_the_plain_ones(model: Path, method: s
 
 def test_sizes_that_it_lacks_are_refused() -> None:
     target = make_target({"dim": 72, "heads": 3, "ffn_dim": 96})  # heads of 24
-    decoder = NativeDecoder(list(target.layers), target.norm)
+    decoder = native_of(target)
     arguments = step_arguments(target.config, 1, 1, torch.float32)
     with pytest.raises(RuntimeError, match="lacks"):
         decoder(**arguments, cache=make_cache(target.config, 1, torch.float32))
@@ -457,7 +461,7 @@ def test_an_engine_draws_the_same_with_either_order(tree: str | None, mode: str)
 def test_rows_that_attend_to_nothing_are_left_out(form: str, isa: str) -> None:
     """As those of images that are done: the others keep their bits, and nothing of a row left out is written."""
     target = make_target({}, form)
-    dtype, decoder = FORMATS[form][0], NativeDecoder(list(target.layers), target.norm)
+    dtype, decoder = FORMATS[form][0], native_of(target)
     arguments = step_arguments(target.config, 3, 4, dtype)
     whole = make_cache(target.config, 3, dtype)
     some = deepcopy(whole)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,86 +18,83 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch.nn import functional
 
-from lantern_lab.embedded import training
+from lantern_hpu import cli
+from lantern_lab.embedded import train_target, training
 from lantern_lab.embedded.picture_losses import PerceptualLoss, balanced
 from lantern_lab.embedded.pictures import Stream, noise, painted, to_float
 from lantern_lab.embedded.training import Learner, Muon, Run
 from lantern_lab.evaluate.attributes import Classifier
 from lantern_lab.scenes import caption_of, paint_picture, sample_scene
 
-ROOT = Path(__file__).parent.parent
-TARGET = "train_target --dim 64 --layers 1 --batch 4 --accumulate 1 --measured 8"
+LAB = "lantern_lab.embedded."
+TARGET = f"{LAB}train_target --dim 64 --layers 1 --batch 4 --accumulate 1 --measured 8"
+GENERATE = "lantern_hpu generate --model model --prompt apples --output"
 STAGES = (
-    "lantern_lab.embedded.train_tokenizer --steps 2 --warm-up 1 --batch 4 --measured 8 --codebook-pictures 64",
-    f"lantern_lab.embedded.{TARGET} --minutes 0.02",
-    f"lantern_lab.embedded.{TARGET} --minutes 0.04 --resume",
-    "lantern_lab.embedded.export --output model",
-    "lantern_lab.embedded.scene_tokens --pictures 34",
+    f"{LAB}train_tokenizer --steps 2 --warm-up 1 --batch 4 --measured 8 --codebook-pictures 64",
+    f"{TARGET} --minutes 0.02",
+    f"{TARGET} --minutes 0.04 --resume",
+    f"{LAB}export --output model",
+    f"{LAB}scene_tokens --pictures 34",
     "lantern_hpu train drafter --model model --data prompts.txt --tokens data/scenes.npz --samples 0 "
     "--steps 2 --batch 1 --measured 1 --aux-layers 0 --output drafter",
-    "lantern_lab.embedded.export --drafter drafter --only drafter --output model",
-    "lantern_lab.embedded.export --drafter drafter --output model",
+    f"{LAB}export --drafter drafter --only drafter --output model",
+    f"{LAB}export --drafter drafter --output model",
+    f"{GENERATE} apple.png",
 )
+# A decoder that is trained anew on the model's codes leaves encoder and codebook as they are
+DECODER = f"{LAB}train_tokenizer --keep-codes --start model --steps 3 --batch 4 --measured 16 "
+DECODER += "--adversarial-from 0.3 --data-dir finer"
 
 
-def run(folder: Path, *command: str) -> None:
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", *command], cwd=folder, env=env, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Runs a command of Python's `-m` in this process and an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def command(line: str) -> None:
+        module, *options = line.split()
+        monkeypatch.setattr(sys, "argv", [module, *options])
+        main = cli.main if module == "lantern_hpu" else import_module(module).main
+        assert not main()
+
+    yield command
+    train_target.tokenizer.cache_clear()
+    torch.set_num_threads(1)
 
 
 @pytest.mark.slow
-def test_all_stages_run_one_after_the_other(tmp_path: Path) -> None:
+def test_all_stages_run_one_after_the_other(run: Callable[[str], None]) -> None:
     scenes = [sample_scene(np.random.default_rng(i)) for i in range(12)]
     captions = {caption_of(scene, np.random.default_rng(0)) for scene in scenes}
-    (tmp_path / "prompts.txt").write_text("\n".join(captions))
+    Path("prompts.txt").write_text("\n".join(captions))
     for stage in STAGES:
-        module, *options = stage.split()
-        data = ["--data-dir", "."] if module.startswith("scripts.") else []
-        run(tmp_path, module, *options, *data)
-    assert "lighthouse" in json.loads((tmp_path / "words.json").read_text())
-    what = ["--model", "model", "--prompt", "a red apple", "--output", "apple.png"]
-    run(tmp_path, "lantern_hpu", "generate", *what)
-    assert Image.open(tmp_path / "apple.png").size == (128, 128)
-    codes_are_kept(tmp_path)
-
-
-def codes_are_kept(folder: Path) -> None:
-    """A decoder that is trained anew on the model's codes leaves encoder and codebook as they are."""
-    kept = "--keep-codes --start model --steps 3 --batch 4 --measured 16 --adversarial-from 0.3"
-    run(folder, "lantern_lab.embedded.train_tokenizer", *kept.split(), "--data-dir", "finer")
-    old = load_file(folder / "model" / "vq.safetensors")
-    new = load_file(folder / "finer" / "tokenizer.safetensors")
+        run(stage)
+    assert "lighthouse" in json.loads(Path("data/words.json").read_text())
+    assert Image.open("apple.png").size == (128, 128)
+    run(DECODER)
+    old, new = load_file("model/vq.safetensors"), load_file("finer/tokenizer.safetensors")
     changed = {name for name, weight in old.items() if not torch.equal(new[name].half(), weight)}
     assert "decoder.conv_out.weight" in changed  # half precision holds what came from it
     assert all(name.startswith(("decoder.", "post_quant_conv.")) for name in changed)
-    curve = json.loads((folder / "finer" / "runs" / "tokenizer" / "curve.json").read_text())
+    curve = json.loads(Path("finer/runs/tokenizer/curve.json").read_text())
     assert curve[-1]["step"] == 3 and curve[-1]["training_discriminator"] > 0
-    target = (folder / "model" / "target.safetensors").read_bytes()
-    export = ["lantern_lab.embedded.export", "--only", "tokenizer", "--output", "model"]
-    run(folder, *export, "--data-dir", "finer")
-    assert (folder / "model" / "target.safetensors").read_bytes() == target
-    decoder = load_file(folder / "model" / "vq.safetensors")["decoder.conv_out.weight"]
+    target = Path("model/target.safetensors").read_bytes()
+    run(f"{LAB}export --only tokenizer --output model --data-dir finer")
+    assert Path("model/target.safetensors").read_bytes() == target
+    decoder = load_file("model/vq.safetensors")["decoder.conv_out.weight"]
     assert torch.equal(decoder, new["decoder.conv_out.weight"].half())
-    words = ["--model", "model", "--prompt", "a cup", "--output", "cup.png"]
-    run(folder, "lantern_hpu", "generate", *words)
+    run(f"{GENERATE} cup.png")
 
 
 @pytest.mark.slow
-def test_the_attribute_network_resumes_to_the_same_weights(tmp_path: Path) -> None:
-    def trained(folder: str, *options: str) -> dict[str, torch.Tensor]:
-        sizes = "--pictures 64 --batch 16 --epochs 2 --measured 70 --threads 1".split()
-        place = ["--data-dir", folder, "--output", f"{folder}.safetensors"]
-        run(tmp_path, "lantern_lab.embedded.train_attributes", *sizes, *place, *options)
-        return load_file(tmp_path / f"{folder}.safetensors")
-
-    whole = trained("whole")
-    trained("half", "--stop", "5")
-    resumed = trained("half", "--resume")
-    assert all(torch.equal(resumed[name], value) for name, value in whole.items())
-    Classifier.load(tmp_path / "whole.safetensors")
+def test_the_attribute_network_resumes_to_the_same_weights(run: Callable[[str], None]) -> None:
+    sizes = f"{LAB}train_attributes --pictures 64 --batch 16 --epochs 2 --measured 70 --threads 1"
+    for folder, more in (("whole", ""), ("half", "--stop 5"), ("half", "--resume")):
+        run(f"{sizes} --data-dir {folder} --output {folder}.safetensors {more}")
+    resumed = load_file("half.safetensors")
+    for name, value in load_file("whole.safetensors").items():
+        assert torch.equal(resumed[name], value)
+    Classifier.load(Path("whole.safetensors"))
 
 
 @pytest.fixture(autouse=True)

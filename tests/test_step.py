@@ -34,6 +34,7 @@ from tests.tiny import (
     CONFIG,
     NAMES,
     SMALL_TREE,
+    Decoded,
     Models,
     advance,
     circle,
@@ -67,6 +68,11 @@ WITHOUT_PADS = {"rope": "1d", "rope_pairs": "half", "qk_norm": True}
 PROMPTS = ["abcd", "xy", "q", "abc"]
 
 
+def same_images(one: Decoded, other: Decoded) -> None:
+    assert one.tokens.tolist() == other.tokens.tolist()
+    assert (one.steps, one.accepted, one.relaxed) == (other.steps, other.accepted, other.relaxed)
+
+
 def batch(**settings: Any) -> list[Request]:
     return [request(prompt, 10 + seed, **settings) for seed, prompt in enumerate(PROMPTS)]
 
@@ -85,14 +91,15 @@ def slow_images(
 
 
 CHAIN, NAMED, BROAD = map(load_tree, ("chain", "mc_sim_7b_63", "dynamic"))
+FLAT = DraftTree.from_paths("flat", [[0], [1], [2]])
+ENDS = (FLAT, *map(load_tree, ("dynamic:1x3x4", "dynamic:3x0x2")))  # of a tree's sizes
 
 
 @pytest.mark.parametrize(
     ("tree", "settings"),
     [
         *((tree, name) for tree in (AR, SMALL_TREE, GROWN) for name in ("guided", "top-k")),
-        (CHAIN, "guided"),
-        (NAMED, "guided"),
+        *((tree, "guided") for tree in (CHAIN, NAMED, *ENDS)),
         *mostly_slow((tree, name) for tree in (AR, SMALL_TREE, GROWN) for name in SLOW_SETTINGS),
         *mostly_slow([(CHAIN, "top-k"), (CHAIN, "greedy"), (NAMED, "greedy"), (BROAD, "guided")]),
     ],
@@ -107,7 +114,6 @@ def test_images_are_those_of_the_slow_loop(models: Models, tree: Tree, settings:
         assert 0 < counts[0] < sum(decoded.steps)  # some drafts were accepted, some refused
 
 
-FLAT = DraftTree.from_paths("flat", [[0], [1], [2]])
 TOGETHER = {
     "exact": (Multiplicative(verify="block"), Relaxed()),
     "tv": (Blended(tv=0.2, verify="block"), Relaxed(tv=0.2)),
@@ -121,21 +127,11 @@ def test_images_of_drafts_verified_together_are_those_of_the_slow_loop(
 ) -> None:
     relaxation, rule = TOGETHER[name]
     requests = batch(relaxation=relaxation)[: 1 if tree == NAMED else 4]
-    decoded, slow = sample(models, tree, requests), []
-    for one in requests:
-        rows = condition(models[0].config, [one.prompt])[:2]
-        twin = Twin(models, one, *rows, rule)
-        slow.append(twin.decode(tree))
-    assert decoded.tokens.tolist() == slow
+    decoded = sample(models, tree, requests)
+    assert decoded.tokens.tolist() == slow_images(models, tree, requests, rule)
     other = sample(models, tree, batch(relaxation=replace(relaxation, verify="token")))
     if tree.depth > 1:
         assert decoded.tokens.tolist() != other.tokens.tolist()
-
-
-@pytest.mark.parametrize("name", ["dynamic:1x3x4", "dynamic:3x0x2", "flat"])
-def test_trees_at_the_ends_of_their_sizes(models: Models, name: str) -> None:
-    tree, requests = FLAT if name == "flat" else load_tree(name), batch()
-    assert sample(models, tree, requests).tokens.tolist() == slow_images(models, tree, requests)
 
 
 @pytest.mark.parametrize(
@@ -144,6 +140,8 @@ def test_trees_at_the_ends_of_their_sizes(models: Models, name: str) -> None:
         (SMALL_TREE, {}, {"sees_pads": True}),
         (SMALL_TREE, {}, {"input_norm": True}),
         (SMALL_TREE, {}, {"likeness": 0.0}),
+        (SMALL_TREE, {}, {"shift": 0}),
+        pytest.param(GROWN, {}, {"shift": 0}, marks=pytest.mark.slow),
         (SMALL_TREE, {"prefix": 1}, {}),
         (SMALL_TREE, {"prefix": 2}, {}),
         (SMALL_TREE, WITHOUT_PADS, {}),
@@ -202,17 +200,6 @@ def test_filters_come_in_the_order_of_the_family() -> None:
     assert found[0] != found[1]
 
 
-@pytest.mark.parametrize(
-    "tree", mostly_slow([SMALL_TREE, GROWN], SMALL_TREE), ids=lambda tree: tree.name
-)
-def test_a_drafter_of_unshifted_tokens_equals_the_slow_loop(tree: Tree) -> None:
-    models, requests = tiny_models(shift=0), batch()
-    decoded = sample(models, tree, requests)
-    assert decoded.tokens.tolist() == slow_images(models, tree, requests)
-    shifted = sample(tiny_models(), tree, requests)
-    assert decoded.accepted != shifted.accepted
-
-
 # Exact means exact
 
 
@@ -244,8 +231,7 @@ def test_relaxed_with_zero_bound_is_exact(
     # The spec has a neighbour table all the same, as it would beside an image that is relaxed.
     relaxed = sample(models, tree, zero, neighbours=11, residual=residual)
     exact = sample(models, tree, batch(**SETTINGS[settings]))
-    assert relaxed.tokens.tolist() == exact.tokens.tolist()
-    assert (relaxed.steps, relaxed.accepted) == (exact.steps, exact.accepted)
+    same_images(relaxed, exact)
     assert relaxed.relaxed == [0] * len(zero)
 
 
@@ -468,12 +454,7 @@ def test_engine_draws_the_same_batch_again_after_another_one(models: Models) -> 
     first = draw(engine, MIXED)
     draw(engine, MIXED[::-1])
     again = draw(engine, MIXED)
-    assert first.tokens.tolist() == again.tokens.tolist()
-    assert (first.steps, first.accepted, first.relaxed) == (
-        again.steps,
-        again.accepted,
-        again.relaxed,
-    )
+    same_images(first, again)
 
 
 def test_seeds_prompts_and_settings_change_the_image(models: Models) -> None:
@@ -529,11 +510,8 @@ def test_image_of_one_token_needs_no_step() -> None:
 @pytest.mark.parametrize("grid", [(4, 4), (3, 5)], ids=str)
 def test_overshoot_stays_in_range_and_leaves_finished_images_alone(grid: tuple[int, int]) -> None:
     config = tiny_config(grid=grid)
-    models, tree = (
-        bigram_models(config),
-        load_static("chain"),
-    )  # all drafts are accepted: the widest overshoot
-    requests = batch()
+    models, requests = bigram_models(config), batch()
+    tree = load_static("chain")  # all drafts are accepted: the widest overshoot
     engine = make_engine(models, spec_for(tree, requests))
     before = draw(engine, requests)
     assert engine.state.count.tolist() == [config.tokens - 1] * len(requests)
@@ -542,12 +520,7 @@ def test_overshoot_stays_in_range_and_leaves_finished_images_alone(grid: tuple[i
             engine.upload_uniforms([r.seed for r in requests], 100 + number, 1)
             engine.step()
     after = decoded(engine, requests)
-    assert after.tokens.tolist() == before.tokens.tolist()
-    assert (after.steps, after.accepted, after.relaxed) == (
-        before.steps,
-        before.accepted,
-        before.relaxed,
-    )
+    same_images(before, after)
     assert engine.state.count.tolist() == [config.tokens - 1] * len(requests)
 
 

@@ -6,7 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,12 @@ def train(model: Path, prompts: Path, output: Path, *options: str) -> int:
     return main(["drafter", *where, *SHORT, *options])
 
 
+@pytest.fixture
+def learn(model: Path, prompts: Path, tmp_path: Path) -> Callable[..., int]:
+    """Trains in the folder `d`."""
+    return partial(train, model, prompts, tmp_path / "d")
+
+
 def report(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((folder / "report.json").read_text())
     return found
@@ -111,25 +117,21 @@ def test_trained_drafter_is_loaded_in_python(model: Path, trained: Path) -> None
 
 @pytest.mark.slow
 def test_interrupted_training_resumes_to_the_same_losses(
-    model: Path,
-    prompts: Path,
-    trained: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    learn: Callable[..., int], trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    learn = DrafterTraining.learn
+    step = DrafterTraining.learn
 
     def interrupted(self: DrafterTraining) -> tuple[float, float]:
         if self.progress.step == 27:
             raise KeyboardInterrupt
-        return learn(self)
+        return step(self)
 
     monkeypatch.setattr(DrafterTraining, "learn", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        train(model, prompts, tmp_path / "d", *STEPS)
+        learn(*STEPS)
     monkeypatch.undo()
     assert len(losses(tmp_path / "d")) == 20  # the checkpoint
-    assert train(model, prompts, tmp_path / "d", *STEPS, "--resume") == 0
+    assert learn(*STEPS, "--resume") == 0
     assert losses(tmp_path / "d") == losses(trained)
     assert report(tmp_path / "d") == report(trained)
 
@@ -147,18 +149,16 @@ def test_two_processes_train_together(model: Path, prompts: Path, tmp_path: Path
 
 @pytest.mark.slow
 def test_drafter_of_a_bfloat16_target_is_trained_in_float32(
-    model: Path, prompts: Path, tmp_path: Path
+    learn: Callable[..., int], tmp_path: Path
 ) -> None:
-    assert train(model, prompts, tmp_path / "d", "--steps", "2", "--dtype", "bfloat16") == 0
+    assert learn("--steps", "2", "--dtype", "bfloat16") == 0
     state = torch.load(tmp_path / "d" / "state.pt", weights_only=True)
     assert {w.dtype for w in state["drafter"].values()} == {torch.float32}
 
 
 def test_interrupted_sampling_goes_on(model: Path, tmp_path: Path) -> None:
-    pipeline, accelerator = (
-        LanternPipeline.from_pretrained(str(model), layout="plain"),
-        Accelerator(cpu=True),
-    )
+    pipeline = LanternPipeline.from_pretrained(str(model), layout="plain")
+    accelerator = Accelerator(cpu=True)
     before = draw_samples(pipeline, PROMPTS, 20, tmp_path, accelerator)
     files = sorted(tmp_path.glob("*.npz"))
     times = {file: file.stat().st_mtime_ns for file in files}
@@ -211,8 +211,7 @@ def test_fine_tuning_begins_with_the_drafter_there_is(model: Path) -> None:
 
 
 def test_nan_loss_stops_and_keeps_the_last_checkpoint(
-    model: Path,
-    prompts: Path,
+    learn: Callable[..., int],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -225,7 +224,7 @@ def test_nan_loss_stops_and_keeps_the_last_checkpoint(
         return (loss * float("nan") if len(calls) > 3 * 15 else loss), overlap
 
     monkeypatch.setattr(Unrolled, "compare", broken)
-    assert train(model, prompts, tmp_path / "d", *STEPS) == 2
+    assert learn(*STEPS) == 2
     said = capsys.readouterr().err
     assert "the loss is not a number: in step 16" in said and "--resume with a lower --lr" in said
     state = torch.load(tmp_path / "d" / "state.pt", weights_only=True)
@@ -234,8 +233,7 @@ def test_nan_loss_stops_and_keeps_the_last_checkpoint(
 
 
 def test_full_disk_is_said_and_leaves_no_half_file(
-    model: Path,
-    prompts: Path,
+    learn: Callable[..., int],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -244,7 +242,7 @@ def test_full_disk_is_said_and_leaves_no_half_file(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
-    assert train(model, prompts, tmp_path / "d", "--steps", "1") == 2
+    assert learn("--steps", "1") == 2
     assert "No space left on device" in capsys.readouterr().err
     assert not [file for file in (tmp_path / "d").rglob("*") if file.is_file()]
 
@@ -317,14 +315,14 @@ def test_a_run_is_neither_overwritten_nor_resumed_as_another(
 
 @pytest.mark.slow
 def test_run_resumed_at_its_end_still_reports(
-    model: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    learn: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seldom = ("--measure-every", "15")
     monkeypatch.setattr(DrafterTraining, "milestone", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        train(model, prompts, tmp_path / "d", *STEPS, *seldom)
+        learn(*STEPS, *seldom)
     monkeypatch.undo()
-    assert train(model, prompts, tmp_path / "d", "--steps", "5", *seldom, "--resume") == 0
+    assert learn("--steps", "5", *seldom, "--resume") == 0
     assert report(tmp_path / "d")["steps"] == 10
 
 
@@ -357,6 +355,11 @@ def test_wiring_check_notices_a_shifted_feature(
         drafter_training.check_wiring(LanternPipeline.from_pretrained(str(model)), "red apple")
 
 
+def lesson_of(pipeline: LanternPipeline, aux_layers: tuple[int, ...] = ()) -> Lesson:
+    tokens = torch.randint(32, (2, 16), generator=torch.Generator().manual_seed(0))
+    return Lesson(pipeline.model, ["red cat", "blue apple on red"], tokens, aux_layers)
+
+
 @pytest.mark.parametrize(
     "sampling", [Sampling(2.0), Sampling(1.0, 0.7), Sampling(3.0, 1.0, 5, 0.9)], ids=str
 )
@@ -366,8 +369,7 @@ def test_lesson_holds_the_probabilities_that_decoding_draws_from(
     """A guess that is the target's own feature overlaps with p entirely, in every pass."""
     pipeline = LanternPipeline.from_pretrained(str(model), layout="plain")
     pipeline.model.sampling = sampling
-    tokens = torch.randint(32, (2, 16), generator=torch.Generator().manual_seed(0))
-    lesson = Lesson(pipeline.model, ["red cat", "blue apple on red"], tokens)
+    lesson = lesson_of(pipeline)
     drafter = pipeline.model.drafter
     assert drafter is not None
     unrolled = Unrolled(drafter, pipeline.model.target, 3)
@@ -396,8 +398,7 @@ def test_passes_guess_what_a_chain_of_drafts_guesses(
 ) -> None:
     """All places at once, as a chain that is drafted at each place by itself."""
     pipeline = LanternPipeline.from_pretrained(str(model), layout="plain")
-    tokens = torch.randint(32, (2, 16), generator=torch.Generator().manual_seed(0))
-    lesson = Lesson(pipeline.model, ["red cat", "blue apple on red"], tokens, aux_layers)
+    lesson = lesson_of(pipeline, aux_layers)
     drafter = begin(pipeline.model, True, 0, aux_layers)
     found: list[Tensor] = []
     compare = Unrolled.compare

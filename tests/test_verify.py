@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
-from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -269,39 +268,26 @@ def confirmed_then_refuted(
     return detail, numbers
 
 
-@pytest.mark.parametrize("name", BACKENDS["hpu"].kernels)
-def test_wrong_kernel_is_refuted_though_another_serves(
-    name: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("graphs", ["hpu_graph", "compile"])
+@pytest.mark.parametrize("name", mostly_slow(BACKENDS["hpu"].kernels, "rms_norm", "attention"))
+def test_wrong_kernel_is_refuted_and_does_not_serve(
+    name: str, graphs: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, operator = hpex.run_fused, {"attention": "sdpa", "rotate": "rope"}.get(name, name)
-    with asked("kernels") as question:
-        assert question.answer(name)[0] == "confirmed"
-
-    def half(kernel: str, *rest: Any) -> Any:
-        return real(kernel, *rest) * (0.5 if kernel == operator else 1.0)
-
-    monkeypatch.setattr(hpex, "run_fused", half)
-    with asked("kernels") as question:
-        state, detail, numbers = question.answer(name)
-        assert state == "refuted" and "is allowed" in detail
-        assert numbers["serves"] in ("plain", "matmul_attention")
-        others = [other for other in BACKENDS["hpu"].kernels if other != name]
-        assert {question.answer(other)[0] for other in others} == {"confirmed"}
-
-
-@pytest.mark.parametrize("name", mostly_slow(BACKENDS["hpu"].kernels, "rms_norm"))
-def test_kernel_that_is_wrong_inside_a_compiled_graph_alone_is_refuted_and_does_not_serve(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    """In compile mode it is wrong inside a compiled graph alone. The others are confirmed, and serve."""
     real, operator = hpex.run_fused, {"attention": "sdpa", "rotate": "rope"}.get(name, name)
 
     def half(kernel: str, *rest: Any) -> Any:
-        spoils = torch.compiler.is_compiling() and kernel == operator
-        return real(kernel, *rest) * (0.5 if spoils else 1.0)
+        here = graphs != "compile" or torch.compiler.is_compiling()
+        return real(kernel, *rest) * (0.5 if here and kernel == operator else 1.0)
 
     spoil = partial(monkeypatch.setattr, hpex, "run_fused", half)
-    detail, numbers = confirmed_then_refuted(name, spoil, "kernels", graphs="compile")
+    detail, numbers = confirmed_then_refuted(name, spoil, "kernels", graphs=graphs)
     assert "is allowed" in detail and numbers["serves"] in ("plain", "matmul_attention")
+    if graphs == "compile":
+        return
+    with asked("kernels") as question:
+        others = [other for other in BACKENDS["hpu"].kernels if other != name]
+        assert {question.answer(other)[0] for other in others} == {"confirmed"}
 
 
 @pytest.mark.parametrize("where", ["group 1", "bfloat16"])
@@ -387,11 +373,6 @@ def test_memory_that_refuses_its_second_life_is_refuted(
         monkeypatch.setattr(HPUGraph, "reset", resets)
 
     assert "is taken" in confirmed_then_refuted(RECAPTURED, spoil, "methods", model)[0]
-
-
-def test_every_kernel_that_a_device_has_is_asked() -> None:
-    with asked("kernels") as question:
-        assert set(question.backend.candidates(torch.float32)) == set(BACKENDS["hpu"].kernels)
 
 
 def test_kernel_that_a_release_lacks_is_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -602,10 +583,15 @@ def test_each_triton_kernel_is_asked_and_can_be_refuted(
     assert set(answers.values()) == {"refuted", "confirmed"}
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")
-def test_every_triton_kernel_is_a_question() -> None:
-    found = triton.triton_candidates(torch.device("cpu"), torch.float32)
-    assert set(found) == set(BACKENDS["cuda"].kernels)
+@pytest.mark.parametrize("device", ["hpu", "cuda"])
+def test_every_kernel_that_a_device_has_is_asked(device: str) -> None:
+    if device == "cuda":
+        pytest.importorskip("triton")
+        found = triton.triton_candidates(torch.device("cpu"), torch.float32)
+    else:
+        with asked("kernels") as question:
+            found = question.backend.candidates(torch.float32)
+    assert set(found) == set(BACKENDS[device].kernels)
 
 
 def test_plain_twins_of_triton_kernels_run_on_the_processor() -> None:

@@ -29,6 +29,7 @@ from lantern_hpu.models.config import DrafterConfig, TransformerConfig
 from lantern_hpu.models.files.names import CONFIG, DRAFTER, DRAFTER_WEIGHTS, TARGET
 from lantern_hpu.models.transformer import Drafter
 from lantern_lab.embedded.train_tokenizer import LEARNT_FROM_CODES
+from lantern_lab.embedded.training import write_json
 
 
 def read_json(file: Path) -> Any:
@@ -53,7 +54,7 @@ def replace_part(
     config = read_json(folder / CONFIG)
     config[part] = sizes
     config["files"] |= write_part(folder, part, tensors)
-    write_file(folder / CONFIG, json.dumps(config, indent=1).encode(), force=True)
+    write_json(folder / CONFIG, config)
 
 
 def replace_tokenizer(data: Path, folder: Path) -> None:
@@ -74,13 +75,6 @@ def replace_drafter(trained: Path, folder: Path) -> None:
     replace_part(folder, "drafter", load_file(trained / DRAFTER_WEIGHTS), about["options"])
 
 
-def fastest(text: str) -> tuple[str, list[str | None]]:
-    """DEVICE=METHOD+TREE as `model.json` has it."""
-    device, _, what = text.partition("=")
-    method, _, tree = what.partition("+")
-    return device, [method, tree or None]
-
-
 def export(args: argparse.Namespace) -> None:
     """Write all parts of a model folder and its `model.json`."""
     data, folder = args.data_dir, args.output
@@ -96,9 +90,7 @@ def export(args: argparse.Namespace) -> None:
     files: dict[str, str] = {}
     for part, tensors in (("target", target), ("vq", vq), ("drafter", drafter)):
         files |= write_part(folder, part, tensors)
-    sampling = {
-        name: getattr(args, name) for name in ("cfg_scale", "temperature", "top_k", "top_p")
-    }
+    sampling = {"cfg_scale": args.cfg_scale, "temperature": args.temperature}
     config = {
         "name": args.name,
         "files": files,
@@ -106,10 +98,10 @@ def export(args: argparse.Namespace) -> None:
         "condition": words | {"words": read_json(data / "words.json")},
         "drafter": options,
         "vq": read_json(data / "tokenizer.json"),
-        "sampling": sampling,
-        "fastest": dict(map(fastest, args.fastest.split(","))),
+        "sampling": sampling | {"top_k": 0, "top_p": 1.0},
+        "fastest": {"cpu": ["ar", None]},  # by device; a method and its tree, if it has one
     }
-    write_file(folder / CONFIG, json.dumps(config, indent=1).encode(), force=True)
+    write_json(folder / CONFIG, config)
 
 
 def main() -> None:
@@ -122,10 +114,6 @@ def main() -> None:
     add("--name", default="builtin")
     add("--cfg-scale", type=float, default=1.5)
     add("--temperature", type=float, default=0.6)
-    add("--top-k", type=int, default=0)
-    add("--top-p", type=float, default=1.0)
-    device = "DEVICE=METHOD or DEVICE=METHOD+TREE, as `bench` measured; DEVICE:1 is of one image"
-    add("--fastest", default="cpu=ar", help=device)
     args = parser.parse_args()
     if args.only == "tokenizer":
         return replace_tokenizer(args.data_dir, args.output)

@@ -32,7 +32,7 @@ from lantern_hpu.models.transformer import Target, rope_table
 from lantern_hpu.models.vq import VQModel
 from lantern_hpu.ops.buffers import additive_mask, causal_mask, prefix_mask
 from lantern_lab.embedded.pictures import FRESH, Stream, chosen, encoded, load_tokenizer
-from lantern_lab.embedded.training import Learner, Run, parse
+from lantern_lab.embedded.training import Learner, Run, parse, write_json
 from lantern_lab.scenes import caption_of, sample_scene
 
 PREFIX = 16
@@ -165,7 +165,7 @@ class Trainer:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.config = args, config_of(args)
         words = vocabulary()
-        write_file(args.data_dir / "words.json", json.dumps(words, indent=0).encode(), force=True)
+        write_json(args.data_dir / "words.json", words)
         self.model = TextToImage(self.config, words)
         if args.start:
             start_from(self.model, args.start, tokenizer(args.data_dir))
@@ -207,8 +207,7 @@ class Trainer:
             nats = fresh_nats(self.model, tokenizer(data_dir), self.args.measured)
         weights = save(self.learner.named_average())
         write_file(data_dir / "target.safetensors", weights, force=True)
-        config = json.dumps(asdict(self.config), indent=2).encode()
-        write_file(data_dir / "target.json", config, force=True)
+        write_json(data_dir / "target.json", asdict(self.config))
         return f"averaged on fresh pictures: {nats:.3f}"
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import math
 from dataclasses import asdict
 from pathlib import Path
@@ -41,7 +40,7 @@ from lantern_lab.embedded.picture_losses import (
     picture_loss,
 )
 from lantern_lab.embedded.pictures import FRESH, Stream, painted, to_float
-from lantern_lab.embedded.training import Run, native_bfloat16, parse
+from lantern_lab.embedded.training import Run, native_bfloat16, parse, write_json
 
 CONFIG = VQConfig(
     channels=16,
@@ -56,6 +55,7 @@ CONFIG = VQConfig(
 GRID = (16, 16)  # codes of a picture
 LEARNT_FROM_CODES = ("decoder.", "post_quant_conv.")
 LEARNT = ("encoder.", "quant_conv.", *LEARNT_FROM_CODES)  # the codebook follows the latents
+PERCEPTUAL, COMMITMENT = 0.5, 0.25  # weights of losses
 DISCRIMINATOR_AHEAD = 0.03  # share of the budget for which it learns before the decoder listens
 
 
@@ -175,13 +175,13 @@ class Trainer:
         # Codes move for most of the run; then they rest, so that the decoder can settle on them.
         if self.run.progress < 0.85:
             self.revived += self.codebook.update(weight, z.detach(), codes)
-        return drawn.float(), self.args.commitment * commitment
+        return drawn.float(), COMMITMENT * commitment
 
     def backward(self, drawn: Tensor, images: Tensor, commitment: Tensor) -> dict[str, float]:
         """Leave the gradients of all losses on the model; returns the losses."""
         perceptual = self.perceptual(drawn, images)
         pixels = picture_loss(drawn, images)
-        loss = pixels + self.args.perceptual * perceptual
+        loss = pixels + PERCEPTUAL * perceptual
         values = {"pixels": pixels.item(), "perceptual": perceptual.item()}
         if share := self.adversarial_share:
             adversarial = -self.discriminator(drawn).mean()
@@ -287,10 +287,6 @@ def save_grid(model: VQModel, path: Path, count: int = 24) -> None:
     write_file(path, encode(Image.fromarray(np.concatenate(rows))), force=True)
 
 
-def write_json(file: Path, content: Any) -> None:
-    write_file(file, json.dumps(content, indent=1).encode(), force=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train the VQ tokenizer on painted scenes.")
     add = parser.add_argument
@@ -302,11 +298,9 @@ def main() -> None:
     add("--steps", type=int, default=0, help="budget in steps, instead of minutes")
     add("--batch", type=int, default=8)
     add("--lr", type=float, default=1e-3)
-    add("--perceptual", type=float, default=0.5, help="weight of that distance")
     add("--adversarial", type=float, default=0.4, help="the discriminator's share of the gradient")
     add("--adversarial-from", type=float, default=0.35, help="share of the budget before it starts")
     add("--critic-lr", type=float, default=1e-3, help="of the discriminator")
-    add("--commitment", type=float, default=0.25)
     add("--warm-up", type=int, default=300, help="steps before quantisation")
     add("--codebook-pictures", type=int, default=1024, help="whose latents start the codebook")
     add("--measured", type=int, default=1024, help="fresh pictures at the end")

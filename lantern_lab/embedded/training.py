@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import copy
 import io
+import json
 import math
 import os
 import time
@@ -256,6 +257,10 @@ class Run:
                     about = f"step {self.step}, {self.seconds / 60:.1f} min: "
                     tqdm.write(f"{about}{shown} {means[shown]:.3f}, {milestone(means)}")
                     self.save()
+
+
+def write_json(file: Path, content: Any) -> None:
+    write_file(file, json.dumps(content, indent=1).encode(), force=True)
 
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
