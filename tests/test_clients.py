@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import json
-import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,15 +15,14 @@ import numpy as np
 import openai
 import pytest
 from PIL import Image
-from pydantic import ValidationError
 
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import read_png
 from lantern_hpu.serve import app as answers
 from lantern_hpu.serve.decoder import make_served_model
 from lantern_hpu.serve.options import ServeOptions
-from lantern_hpu.serve.protocol import ApiError, ImagesRequest, read_call
-from tests.test_serve import Running, lines_of, served
+from lantern_hpu.serve.protocol import ImagesRequest, read_call
+from tests.test_serve import Running, drawn, lines_of, served
 
 NAMES = ("dall-e-3", "gpt-image-1", "org/own-model")
 
@@ -34,11 +32,6 @@ def server(model: Path) -> Iterator[Running]:
     options = ServeOptions(str(model), served_model_name=NAMES, methods=("ar",), slots=2)
     with served(options) as running:
         yield running
-
-
-def drawn(answer: httpx.Response) -> dict[str, Any]:
-    assert answer.status_code == 200, answer.text
-    return dict(answer.json())
 
 
 def opened(data: dict[str, Any]) -> Image.Image:
@@ -159,53 +152,3 @@ def test_a_cut_prompt_is_in_the_answer_and_counted_in_the_log(
     (line,) = map(json.loads, lines_of(caplog))
     assert "left out: 'apple zebra'" in " ".join(answer["warnings"])
     assert line["warnings"] == len(answer["warnings"]) and "zebra" not in caplog.text
-
-
-FIELDS: dict[str, tuple[Any, ...]] = {
-    "prompt": ("red cat", "café 🦁", "a\u2028b", "", " ", "\ud83d", "x\x1b", 7, None),
-    "model": ("dall-e-3", "tiny", "gpt-5", None, 3),
-    "n": (1, 2, 0, 11, "1", None),
-    "size": ("auto", "8x8", "1024x1024", "", None),
-    "quality": ("auto", "hd", "best", None),
-    "style": ("vivid", "natural", "none", None),
-    "background": ("auto", "transparent", None),
-    "user": ("me", "", 5, None),
-    "seed": (0, 7, -1, 2**63, 1.5, None),
-    "response_format": ("b64_json", "url", "base64", None),
-    "output_format": ("png", "jpeg", "webp", "gif", None),
-    "output_compression": (100, 0, 101, -1, None),
-    "negative_prompt": ("dog", "", None),
-    "stream": (False, True, "yes", None),
-    "top_k": (0, 5, 10**9, None),
-    "temperature": (1.0, 0.0, 1e9, None),
-    "steps": (20,),
-}
-
-
-def body_of(seed: int) -> dict[str, Any]:
-    """A prompt and up to four fields, values that mean something more often than others."""
-    rng = random.Random(seed)
-    names = rng.sample([name for name in FIELDS if name != "prompt"], rng.randint(0, 4))
-    chosen = {name: rng.choice(FIELDS[name][: 2 + rng.randint(0, 3)]) for name in names}
-    return {"prompt": rng.choice(FIELDS["prompt"][: rng.choice([3, 3, 9])]), **chosen}
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_a_body_is_drawn_as_it_says_or_refused(seed: int, pipeline: LanternPipeline) -> None:
-    body, names = body_of(seed), ("tiny", "dall-e-3")
-    options = ServeOptions("tiny", served_model_name=names, methods=("ar",), slots=2)
-    try:
-        call = read_call(ImagesRequest.model_validate(body), make_served_model(pipeline, options))
-    except (ApiError, ValidationError):
-        return
-    given = {name: value for name, value in body.items() if value is not None}
-    (first, *others) = call.requests
-    assert (first.prompt, 1 + len(others)) == (body["prompt"], given.get("n", 1))
-    assert given.get("seed", -1) in (first.seed, -1)
-    assert first.sampling.top_k == given.get("top_k", first.sampling.top_k)
-    assert first.sampling.temperature == given.get("temperature", first.sampling.temperature)
-    assert call.output == (given.get("output_format", "png"), given.get("output_compression", 100))
-    assert call.kinds == ((given["response_format"],) if "response_format" in given else call.kinds)
-    assert call.stream == given.get("stream", False) and not given.get("negative_prompt")
-    idle = [n for n in ("quality", "style", "background", "user") if given.get(n, "auto") != "auto"]
-    assert all(any(name in said for said in call.warnings) for name in idle)

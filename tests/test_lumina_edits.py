@@ -9,14 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from lantern_hpu.core import Request, Sampling, SourcePicture
 from lantern_hpu.errors import OptionError
 from lantern_hpu.models.pictures import LuminaReader
 from lantern_hpu.models.text.frames import reads_pictures
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.results.sources import read_picture
 from tests.emulated import emulated, rules
 from tests.marks import mostly_slow
 from tests.published import (
@@ -28,6 +26,7 @@ from tests.published import (
     pipeline_of,
     with_settings,
 )
+from tests.test_sources import painted
 
 SIZE, GRID = (64, 96), (4, 6)
 METHODS = ("jacobi", "scd@8", "sjd-pac@8", "eagle")
@@ -45,13 +44,6 @@ def folder(public: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def pipeline(folder: Path) -> LanternPipeline:
     return pipeline_of(folder)
-
-
-def painted(height: int, width: int, seed: int = 0) -> SourcePicture:
-    rng = np.random.default_rng([seed, height, width])
-    small = rng.integers(0, 255, (max(height // 12, 1), max(width // 12, 1), 3), dtype=np.uint8)
-    nearest = Image.Resampling.NEAREST
-    return read_picture(Image.fromarray(small).resize((width, height), nearest))
 
 
 def requests_of(
@@ -149,14 +141,13 @@ def test_the_picture_is_of_the_source_s_size(pipeline: LanternPipeline) -> None:
     assert pipeline.model.size_of_sources([source]) == reader.size(source)
 
 
-def test_only_the_model_that_was_taught_to_reads_pictures(public: Path, folder: Path) -> None:
+def test_only_the_model_that_was_taught_to_reads_a_picture(
+    public: Path, folder: Path, pipeline: LanternPipeline
+) -> None:
     assert reads_pictures(opened(folder).config) == 1
     plain = pipeline_of(public / LUMINA)
     with pytest.raises(OptionError, match="Lumina-mGPT Omni and GLM-Image do"):
         plain("dog", image=painted(64, 64).picture)
-
-
-def test_two_sources_are_refused(pipeline: LanternPipeline) -> None:
     with pytest.raises(OptionError, match="at most 1"):
         pipeline("dog", image=[painted(64, 64).picture] * 2)
 

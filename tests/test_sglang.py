@@ -265,11 +265,6 @@ def test_it_is_served_to_this_machine_alone_and_without_a_key(
 ) -> None:
     monkeypatch.setattr(OpenedModel, "load", lambda *_: pytest.fail("weights were read"))
     assert serve.make_parser().parse_args(["--sglang"]).host == "127.0.0.1"
-    words = ["--model", str(folder), "--sglang", "--port", "0"]
-    assert serve.main([*words, "--api-key", "secret"]) == 2
-    assert "--api-key cannot be used with --sglang" in capsys.readouterr().err
-    assert serve.main(["--sglang", "--port", "0"]) == 2
-    assert "--sglang cannot serve builtin" in capsys.readouterr().err
     assert serve.main(["--model", str(folder), "--port", "0"]) == 2  # for pictures
     assert "diffusion" in capsys.readouterr().err
     with pytest.raises(OptionError, match="SGLang sends no key"):

@@ -33,6 +33,14 @@ def picture(height: int = 32, width: int = 48, mode: str = "RGB") -> Image.Image
     return Image.fromarray(noise.astype(np.uint8).squeeze(), mode)
 
 
+def painted(height: int, width: int, seed: int = 0) -> SourcePicture:
+    """Patches of a few colours, so that codes differ within a picture."""
+    rng = np.random.default_rng([seed, height, width])
+    small = rng.integers(0, 255, (max(height // 12, 1), max(width // 12, 1), 3), dtype=np.uint8)
+    nearest = Image.Resampling.NEAREST
+    return read_picture(Image.fromarray(small).resize((width, height), nearest))
+
+
 def encoded(image: Image.Image, kind: str, **how: Any) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, kind, **how)
