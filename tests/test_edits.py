@@ -790,9 +790,10 @@ def test_the_log_has_a_line_without_the_prompt(
         drawn(send(server, files(CAT), prompt="secret cat"))
         send(server, files(b"no", name="image[]"))
         refused = send(server, files(("secret.png", b"no")))
-        server.until(lambda: len(lines_of(caplog)) == 3)
+        server.until(lambda: len(lines_of(caplog)) >= 3)
     assert "secret.png" in refused.text
-    assert [json.loads(line)["status"] for line in lines_of(caplog)] == [200, 400, 400]
+    statuses = [json.loads(line)["status"] for line in lines_of(caplog)]
+    assert statuses[-3:] == [200, 400, 400]  # behind those of earlier requests, which may be late
     assert "secret" not in caplog.text
 
 
