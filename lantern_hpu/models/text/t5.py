@@ -20,7 +20,7 @@ from torch import Tensor
 from lantern_hpu.errors import WeightsError, needing
 from lantern_hpu.files import check_content, reading
 from lantern_hpu.models.config import T5Config
-from lantern_hpu.models.files.checkpoint import SINGLES
+from lantern_hpu.models.files.checkpoint import SINGLES, open_as_stored
 from lantern_hpu.models.files.names import indexed_files, weights_files
 from lantern_hpu.models.text.prefix import TextConditioner, TextFeatures
 from lantern_hpu.ops.buffers import ToDevice, to_device
@@ -266,10 +266,14 @@ class T5Conditioner(TextConditioner):
                     **{option: self.dtype},
                 )
             # transformers fills what is missing with noise, but for the table, which is tied
-            missing = sorted({*info["missing_keys"]} - {"encoder.embed_tokens.weight"})
-            if missing:
-                why = f"it lacks {', '.join(missing[:5])}"
-                raise WeightsError(f"{self.folder} is not a T5 encoder", why)
+            if info["missing_keys"]:
+                stored = open_as_stored(self.folder).within("model.")
+                missing = {*info["missing_keys"]} - {"encoder.embed_tokens.weight", *stored.shapes}
+                if missing:
+                    why = f"it lacks {', '.join(sorted(missing)[:5])}"
+                    raise WeightsError(f"{self.folder} is not a T5 encoder", why)
+                held = {name: stored.read(name) for name in encoder.state_dict() if name in stored}
+                encoder.load_state_dict(held, strict=False)
             self._encoder = encoder.eval().requires_grad_(False)
         self._encoder = self._encoder.to(self.device)
 
