@@ -392,11 +392,11 @@ def test_names_that_no_file_can_have_are_one_error(name: str) -> None:
 
 KILLED = """
 import sys, time
-from lantern_hpu.models.files import write
+from lantern_hpu.models.files import load
 def slow(*_):
     print("writing", flush=True)
     time.sleep(60)
-write.model_json = slow
+load.model_json = slow
 from lantern_hpu.commands.convert import main
 main(sys.argv[1:])
 """
