@@ -29,6 +29,7 @@ from lantern_hpu.zoo.find import Located
 from lantern_hpu.zoo.registry import KnownModel, entries
 from tests.hub_cache import ANOLE, C2I, T2I, empty_cache
 from tests.local_hub import COMMIT, LocalHub, local_hub
+from tests.marks import mostly_slow
 
 __all__ = ["empty_cache"]
 Printed = pytest.CaptureFixture[str]
@@ -270,7 +271,7 @@ def test_names_that_others_give_lead_into_their_folder_or_are_refused(tmp_path: 
     assert series_of(Path("model-1-of-9999999999.safetensors")) == []  # which would fill the memory
 
 
-@PLACES
+@pytest.mark.parametrize("to", mostly_slow([False, True], False), ids=["cache", "folder"])
 def test_an_interrupted_download_ends_at_once_and_is_continued(
     hub: LocalHub, tmp_path: Path, to: bool
 ) -> None:

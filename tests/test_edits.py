@@ -345,7 +345,7 @@ HELD: dict[str, Callable[[Running], Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", HELD)
+@pytest.mark.parametrize("case", mostly_slow(HELD, "an image"))
 def test_no_picture_is_held_once_its_request_is_answered(case: str, server: Running) -> None:
     """Nor until the collector of cycles runs, which a server of few objects and large pictures may never see."""
     gc.collect()

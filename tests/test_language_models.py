@@ -134,6 +134,7 @@ def test_codes_are_decoded_as_transformers_does(
     torch.testing.assert_close(mine, want.clamp(-1, 1), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", [4, 5])
 def test_janus_4o_loads_as_its_authors_class_is_saved(
     public: Path, tmp_path: Path, version: int

@@ -272,6 +272,7 @@ def test_the_plan_says_what_would_fit(
     assert "does not fit in " in text and says in text
 
 
+@pytest.mark.slow
 def test_all_known_models_are_planned_for_a_card(capsys: pytest.CaptureFixture[str]) -> None:
     text = planned(capsys, "--device", "rtx3090")
     lines = text.splitlines()

@@ -22,6 +22,7 @@ from lantern_hpu.errors import DeviceError, OptionError, OutputError
 from lantern_hpu.methods.setting import Setting
 from lantern_hpu.results.images import CAPTION, grid
 from lantern_hpu.results.progress import Bar, ProgressBar
+from tests.marks import mostly_slow
 
 
 def seeds(result: GenerationResult) -> list[int]:
@@ -314,8 +315,8 @@ SURROUNDINGS: dict[str, Callable[[], AbstractContextManager[object]]] = {
 }
 
 
-@pytest.mark.parametrize("layout", ["auto", "plain"])
-@pytest.mark.parametrize("around", SURROUNDINGS)
+@pytest.mark.parametrize("layout", mostly_slow(["auto", "plain"], "auto"))
+@pytest.mark.parametrize("around", mostly_slow(SURROUNDINGS, "a device", "bfloat16"))
 def test_what_the_program_around_has_set_for_torch_changes_no_image(
     model: Path, around: str, layout: str
 ) -> None:

@@ -112,6 +112,7 @@ def test_each_page_of_the_site_is_listed() -> None:
             assert f"\n{name}\n" in listed, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", "cuda", "hpu"])
 def test_each_known_model_has_its_command_for_each_device(device: str) -> None:
     """The commands parse; their models are all known ones; their memory is what `models plan` counts."""

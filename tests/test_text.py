@@ -180,6 +180,7 @@ def test_features_depend_on_the_number_format_alone(folder: Path, tmp_path: Path
     assert same(conditioner(tmp_path).encode(PROMPTS), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("keep", "stays"), [("device", True), ("host", True), ("free", False)])
 def test_only_free_lets_the_encoder_go(
     folder: Path, keep: str, stays: bool, monkeypatch: pytest.MonkeyPatch

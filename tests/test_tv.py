@@ -273,7 +273,7 @@ def test_windows_draw_images_of_the_distribution_that_the_rule_says(
 
 
 @verified_trees
-@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("settings", mostly_slow(SETTINGS, "guided"))
 def test_tv_of_zero_draws_the_exact_images(
     models: Models, tree: Tree, verify: Verify, settings: str
 ) -> None:

@@ -268,8 +268,8 @@ def confirmed_then_refuted(
     return detail, numbers
 
 
-@pytest.mark.parametrize("graphs", ["hpu_graph", "compile"])
-@pytest.mark.parametrize("name", mostly_slow(BACKENDS["hpu"].kernels, "rms_norm", "attention"))
+@pytest.mark.parametrize("graphs", mostly_slow(["hpu_graph", "compile"], "hpu_graph"))
+@pytest.mark.parametrize("name", mostly_slow(BACKENDS["hpu"].kernels, "attention"))
 def test_wrong_kernel_is_refuted_and_does_not_serve(
     name: str, graphs: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -562,7 +562,7 @@ def halved(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrong
 
 
-@pytest.mark.parametrize("wrong", BACKENDS["cuda"].kernels)
+@pytest.mark.parametrize("wrong", mostly_slow(BACKENDS["cuda"].kernels, "attention", "walk"))
 def test_each_triton_kernel_is_asked_and_can_be_refuted(
     wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
