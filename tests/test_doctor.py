@@ -21,6 +21,7 @@ from lantern_hpu.backends.cuda.backend import CUDABackend
 from lantern_hpu.backends.hpu import env as hpu_env
 from lantern_hpu.commands import doctor
 from lantern_hpu.errors import DeviceError
+from tests.marks import mostly_slow
 
 ROOT = Path(__file__).parent.parent
 Patch = pytest.MonkeyPatch
@@ -278,17 +279,24 @@ CUT = "1 saves memory, and a step that is cut in parts may read overwritten stat
                 *("--  REPLACED: ", "built for 2.4.0a0+git1234567"),
             ],
         ),
-        (
-            {"PT_HPU_LAZY_MODE": "0"},
-            [f"set      {REUSE}=0: memory that is reused between compiled parts"],
-        ),
-        (
-            {"PT_HPU_LAZY_MODE": "0", REUSE: "1"},
-            [f"yours    {REUSE}=1, kept; 0 would be set: ", CUT],
-        ),
-        (
-            {"PT_HPU_ENABLE_REFINE_DYNAMIC_SHAPES": "yes"},  # named before anything is loaded
-            ["DYNAMIC_SHAPES=yes would end Gaudi's software", "it takes 0, 1, true, false alone"],
+        *mostly_slow(
+            [
+                (
+                    {"PT_HPU_LAZY_MODE": "0"},
+                    [f"set      {REUSE}=0: memory that is reused between compiled parts"],
+                ),
+                (
+                    {"PT_HPU_LAZY_MODE": "0", REUSE: "1"},
+                    [f"yours    {REUSE}=1, kept; 0 would be set: ", CUT],
+                ),
+                (  # named before anything is loaded
+                    {"PT_HPU_ENABLE_REFINE_DYNAMIC_SHAPES": "yes"},
+                    [
+                        "DYNAMIC_SHAPES=yes would end Gaudi's software",
+                        "it takes 0, 1, true, false alone",
+                    ],
+                ),
+            ]
         ),
     ],
 )

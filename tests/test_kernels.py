@@ -576,7 +576,7 @@ def test_rotate_into(device: str, interleaved: bool) -> None:
             assert torch.equal(keys[[1, 2, 12, 11]], before[0][[2, 3, 11, 19]])
 
 
-@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("interleaved", mostly_slow([True, False], True))
 @pytest.mark.parametrize("name", ["new", "moves", "shared", "long", "many", "normed"])
 @on_devices
 def test_attend(device: str, name: str, interleaved: bool) -> None:
@@ -748,7 +748,12 @@ def with_kernels(target: Target, chosen: Kernels) -> Target:
 
 
 @pytest.mark.parametrize("healthy", [True, False])
-@pytest.mark.parametrize("name", ["root", "small", "chain_2", "dynamic:2x2x4", "scd:3", "jacobi:3"])
+@pytest.mark.parametrize(
+    "name",
+    mostly_slow(
+        ["root", "small", "chain_2", "dynamic:2x2x4", "scd:3", "jacobi:3"], "small", "scd:3"
+    ),
+)
 @on_devices
 def test_commit_leaves_the_state_that_the_plain_one_leaves(
     device: str, name: str, healthy: bool

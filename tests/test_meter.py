@@ -14,6 +14,7 @@ from lantern_hpu.methods.relaxation import Additive, Annealed, Clustered, Multip
 from lantern_hpu.tree import DraftTree, DynamicTree, Tree, Window, load_tree
 from lantern_lab.measure.fidelity import Place, root, tv_at
 from lantern_lab.measure.frontier import main as frontier
+from tests.marks import mostly_slow
 from tests.reference import Relaxed
 from tests.test_accept import RULES, acceptance_of, bounds_of, random_probs, siblings_probs
 from tests.test_step import PROMPTS
@@ -78,7 +79,7 @@ def test_lent_mass_is_the_total_variation_of_a_draft_that_was_not_drawn(seed: in
 
 @pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.name)
 @pytest.mark.parametrize("name", RELAXATIONS)
-@pytest.mark.parametrize("temperature", [1.0, 0.0], ids=["sampled", "greedy"])
+@pytest.mark.parametrize("temperature", mostly_slow([1.0, 0.0], 1.0), ids=["sampled", "greedy"])
 def test_meter_adds_up_what_each_step_spent(
     models: Models, name: str, tree: Tree, temperature: float
 ) -> None:

@@ -35,6 +35,7 @@ from lantern_hpu.ops.kv_cache import KVCache, LayerCache
 from lantern_hpu.ops.quantized import quantized_layer, replace_layers
 from lantern_hpu.ops.sampling import sample_distinct_in_order, sample_in_order
 from lantern_hpu.tree import DraftTree, load_tree
+from tests.marks import mostly_slow
 from tests.test_kernels import RULES, Walked, same_traversal
 from tests.tiny import draw, request, spec_for, tiny_config, tiny_models
 
@@ -148,7 +149,7 @@ def assert_close(mine: Tensor, plain: Tensor, tolerance: float) -> None:
     assert (mine.float() - plain.float()).abs().max() <= tolerance * plain.float().abs().max()
 
 
-@pytest.mark.parametrize("by_head", [False, True])
+@pytest.mark.parametrize("by_head", mostly_slow([False, True], True))
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_step_equals_the_plain_one(family: str, form: str, by_head: bool, isa: str) -> None:

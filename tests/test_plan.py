@@ -30,6 +30,7 @@ from lantern_hpu.zoo.find import find_parts
 from lantern_hpu.zoo.registry import entries
 from tests.folder import made_once
 from tests.hub_cache import ANOLE, C2I, T2I, empty_cache, whole
+from tests.marks import mostly_slow
 from tests.tiny import make_engine, tiny_config, tiny_models
 
 __all__ = ["empty_cache"]
@@ -101,7 +102,7 @@ def test_known_models_have_the_sizes_that_were_added_up_by_hand() -> None:
     assert millions == pytest.approx(KNOWN, rel=2e-4)
 
 
-@pytest.mark.parametrize("name", [*FOLDERS, *(f"ours/{name}" for name in FOLDERS)])
+@pytest.mark.parametrize("name", [*FOLDERS, *mostly_slow(f"ours/{name}" for name in FOLDERS)])
 def test_files_are_counted_as_they_are_loaded(public: Path, name: str) -> None:
     def held(module: nn.Module | None) -> int:
         return sum(x.nbytes for x in module.state_dict().values()) if module else 0
