@@ -14,7 +14,7 @@ from dataclasses import Field, dataclass, field, fields, replace
 from numbers import Integral, Real
 from typing import Any, Literal, get_type_hints
 
-from lantern_hpu.errors import require
+from lantern_hpu.errors import Arg, require
 
 UNSAID = (None, dataclasses.MISSING, (), "", False)  # defaults that a help does not name
 MAX_SEED = 2**63 - 1
@@ -67,6 +67,10 @@ class Param:
         if surface == "python":
             return self.python or self.name
         return self.name if surface == "command" or self.http is None else self.http
+
+    def named(self, value: object = None) -> Arg:
+        """It as errors name it, which each surface spells."""
+        return Arg(self.name, value, self.python)
 
     @property
     def range(self) -> str:

@@ -15,12 +15,8 @@ from pathlib import Path
 from typing import Any
 
 PREFIX = "LANTERN_HPU_"
-UNSET = (
-    "help",
-    "version",
-    "config",
-    "device",
-)  # LANTERN_HPU_DEVICE is the device that `auto` takes
+# No keys; LANTERN_HPU_DEVICE is the device that `auto` takes
+UNSET = ("help", "version", "config", "device")
 
 
 def words_of(parser: argparse.ArgumentParser, args: Sequence[str]) -> list[str]:

@@ -22,6 +22,7 @@ from lantern_hpu.decode.spec import Spec, capacity
 from lantern_hpu.decode.state import DecodeState, PrefillInput, walk_tensors
 from lantern_hpu.decode.step import make_drafting
 from lantern_hpu.errors import Arg, DeviceError, OptionError, Words, words
+from lantern_hpu.fields import IMAGE_PARAMS
 from lantern_hpu.files import amount
 from lantern_hpu.models.config import ModelConfig, TransformerConfig
 from lantern_hpu.models.model import EmptyModel, count_vision, parameters_of
@@ -234,7 +235,7 @@ def remedies(model: ModelConfig, setup: Setup, device: DeviceMemory) -> Iterator
     """What takes less, and how much: from what costs least to what changes most, each on top of those before it."""
     fetched = ("(the model fetched", Arg("without_drafter", True), ")")
     autoregressive = words(Arg("method", "ar"), *(() if setup.loads_drafter else fetched))
-    unguided = Arg("cfg_scale", 1, python="guidance_scale")
+    unguided = IMAGE_PARAMS["cfg_scale"].named(1)
     goes = "free" if setup.is_host else "host"
     spec = setup.spec
     changes: list[tuple[bool, Words, dict[str, Any]]] = [
