@@ -317,7 +317,7 @@ def test_only_commands_know_their_command_line() -> None:
 
 
 def test_the_product_imports_no_wing() -> None:
-    """`cli` names their commands, and `verify` asks for facts, by a string."""
+    """`cli` names their commands, by a string."""
     wrong = [
         f"{place(file, line)}: {name}"
         for _, file in sources()

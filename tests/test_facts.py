@@ -14,7 +14,10 @@ from torch import nn
 
 from gaudi_emulator import checks, emulate, graphs, habana, ops, tensor, torch_calls
 from gaudi_emulator.device import Device, current
-from gaudi_emulator.facts import (
+from lantern_hpu.backends.base import get_backend
+from lantern_hpu.backends.hpu.backend import HPUBackend
+from lantern_hpu.backends.hpu.env import RELEASES
+from lantern_lab.verify.gaudi_facts import (
     FACTS,
     Card,
     Fact,
@@ -23,9 +26,6 @@ from gaudi_emulator.facts import (
     ask_fact,
     release_facts,
 )
-from lantern_hpu.backends.base import get_backend
-from lantern_hpu.backends.hpu.backend import HPUBackend
-from lantern_hpu.backends.hpu.env import RELEASES
 
 CASES = [
     (name, fact)

@@ -27,17 +27,16 @@ from lantern_hpu.pipeline import LanternPipeline
 from lantern_lab.measure.bench import open_pipeline, run_bench
 from lantern_lab.measure.options import BenchRequest
 from lantern_lab.verify.distribution import LEAST_CHANCE, measure
+from lantern_lab.verify.gaudi_facts import ask_fact, stands_in
 from lantern_lab.verify.items import (
     CUTS_REFUSED,
     DRAWS,
     GROUPED,
-    NO_FACTS,
     RECAPTURED,
     Question,
     Result,
     Stage,
     State,
-    gaudi_facts,
 )
 
 PROMPT = "a red apple"
@@ -61,8 +60,7 @@ class Asked:
 
     def __init__(self, stage: Stage, device: str, model: str) -> None:
         self.stage, self.device, self.model = stage, device, model
-        facts = gaudi_facts()
-        self.no_card = facts is not None and facts.stands_in(device)
+        self.no_card = stands_in(device)
         self.stack = ExitStack()
         self.counted: dict[str, int] = {}  # by the device itself, in the last steps
         self.pipelines: dict[str, LanternPipeline] = {}  # the one that is open, by its graph mode
@@ -126,11 +124,8 @@ class Asked:
         return answer
 
     def facts(self, item: str) -> Answer:
-        facts = gaudi_facts()
-        if facts is None:
-            return "unanswered", NO_FACTS, {}
         self.backend.synchronize()  # its software is loaded then
-        return *facts.ask_fact(item), {}
+        return *ask_fact(item), {}
 
     def kernels(self, item: str) -> Answer:
         """A device's own form itself, whether or not it is the one that serves, in the formats that models run in."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import Any, Literal, NamedTuple
 
 from lantern_hpu.backends import BACKENDS
@@ -89,24 +88,13 @@ def possible(pair: tuple[str, str]) -> tuple[str, str]:
     return kind, "eager" if kind == "facts" else "compile"
 
 
-NO_FACTS = "gaudi_emulator, which has them, is not installed"
-
-
-def gaudi_facts() -> Any:
-    """The module that asks facts of Gaudi's bridge; None where that package is not installed."""
-    try:
-        return import_module("gaudi_emulator.facts")
-    except ModuleNotFoundError:
-        return None
-
-
 def items_of(stage: Stage) -> list[Question]:
     """Those of a stage; facts load torch."""
     if stage.kind == "facts":
-        facts = gaudi_facts()
-        lazy = hpu_env.LAZY[stage.graphs]
-        known = facts.facts_for(lazy, stage.release) if facts else [("facts", NO_FACTS)]
-        return [Question(name, source, stage) for name, source in known]
+        from lantern_lab.verify.gaudi_facts import release_facts
+
+        known = release_facts(stage.release, hpu_env.LAZY[stage.graphs])
+        return [Question(fact.name, fact.source, stage) for fact in known]
     kernels = BACKENDS[stage.device].kernels
     by_kind = {
         "kernels": {**dict.fromkeys(kernels, "its plain twin"), DRAWS: "sums in float64"},

@@ -166,8 +166,8 @@ def lint_rules() -> Iterator[str]:
 def gaudi_contract() -> Iterator[str]:
     """Flags that are set on a Gaudi, facts of its bridge, and what its emulator leaves out."""
     from gaudi_emulator import scope
-    from gaudi_emulator.facts import FACTS
     from gaudi_emulator.releases import RELEASES
+    from lantern_lab.verify.gaudi_facts import FACTS
 
     yield "# Gaudi's contract\n"
     yield "What this project keeps to, by release of Gaudi's PyTorch bridge:\n"

@@ -83,11 +83,6 @@ def release_facts(release: str, lazy: bool) -> list[Fact]:
     return [fact for fact in FACTS if fact.lazy == lazy and fact.only in (None, release)]
 
 
-def facts_for(lazy: bool, release: str) -> list[tuple[str, str]]:
-    """(name, source) of the facts of a release that a mode can be asked."""
-    return [(fact.name, fact.source) for fact in release_facts(release, lazy)]
-
-
 def stands_in(device: str) -> bool:
     """Whether the Gaudi of this process is emulated; known before its software is loaded."""
     return device == Card.device.type and "emulated" in plugin_version()
