@@ -456,14 +456,14 @@ class Wrapped:
         return rehearse(device, body, lambda: module_tensors(self.func), known)
 
     def watch_keys(self, device: Device, key: int, inputs: Any) -> None:
-        """Too many graphs that differ by a Python value alone."""
+        """Too many graphs, which differ by a Python value alone or by shapes."""
         shapes = tuple((tuple(t.shape), t.dtype) for t in tensors_in(inputs))
         keys = self.shapes.setdefault(shapes, set())
         keys.add(key)
         if len(self.shapes) > SHAPES:
-            device.findings.hit("H021", f"{len(self.shapes)} graphs for as many shapes", "warn")
+            device.findings.hit("H021:shapes", f"{len(self.shapes)} graphs for as many shapes")
         if len(keys) > 4:
-            device.findings.hit("H021", f"{len(keys)} graphs for the same tensor shapes", "error")
+            device.findings.hit("H021", f"{len(keys)} graphs for the same tensor shapes")
 
     def again(self, device: Device, known: CachedParams, inputs: Any, warmup: bool) -> Any:
         if warmup:

@@ -2,54 +2,36 @@
 
 from __future__ import annotations
 
-import json
+import argparse
 import os
 import runpy
 import signal
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import gaudi_emulator
-from gaudi_emulator.releases import EmulatorError
+from gaudi_emulator.releases import DEFAULT, RELEASES, EmulatorError, release_named
+from gaudi_emulator.report import FORMATS, LintRun, show
 
 if TYPE_CHECKING:
     from gaudi_emulator.device import Device
     from gaudi_emulator.rules import Finding
 
-
-@dataclass(frozen=True)
-class LintRun:
-    """A program under one release of the bridge.
-
-    Attributes:
-        counts: what the device did, by name.
-        ended: what ended the program, with its type; None if it went through.
-    """
-
-    release: str
-    findings: list[Finding]
-    counts: dict[str, int]
-    ended: str | None
-
-    @classmethod
-    def of(cls, release: str, cards: Sequence[Device], ended: Ended) -> LintRun:
-        why = None if ended is None else f"{type(ended).__name__}: {ended}"
-        return cls(release, merged(cards), lint_counts(cards), why)
-
-    @property
-    def runs(self) -> bool:
-        """Whether a card would run it: nothing ended it, and no finding is an error."""
-        return self.ended is None and all(f.severity != "error" for f in self.findings)
-
-
 BOTH = "both"  # of releases: one run under each
+PROFILES = ("lazy", "compile")
 # Rules whose warnings mean a compilation an input
 RECOMPILING = ("H013", "H014", "H016", "H021", "H024")
 Ended = BaseException | None  # what ended a program, if something did
+# What is run under a release -> the cards that it ran on, and what ended it. It is pickled for a process of its own
+Linted = Callable[[str], tuple[Sequence["Device"], Ended]]
 
 
 class TimeOver(BaseException):
@@ -72,24 +54,66 @@ def limited(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+# Programs
+
+
+def run_program(name: str, args: Sequence[str], module: bool) -> None:
+    """Run a file as `python FILE ARGUMENTS` does, or a module as `python -m MODULE ARGUMENTS`."""
+    sys.argv = [name, *args]
+    sys.path.insert(0, os.getcwd() if module else os.path.dirname(os.path.abspath(name)))
+    if not module:
+        runpy.run_path(name, run_name="__main__")
+        return
+    check_module(name)
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def check_module(name: str) -> None:
+    """Raise an EmulatorError if there is no such module."""
+    try:
+        found = find_spec(name)
+    except (ImportError, ValueError):
+        found = None
+    if found is None:
+        raise EmulatorError(f"there is no module {name}", hint="the name of a Python module")
+
+
+def check_program(file: Path) -> None:
+    """Raise an EmulatorError if a file cannot be compiled as Python."""
+    if not file.is_file():
+        raise EmulatorError(f"there is no {file}", hint="the path of a Python program")
+    try:
+        compile(file.read_bytes(), str(file), "exec")
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        raise EmulatorError(f"{file} is no Python program", str(error) or repr(error)) from error
+
+
 def lint_script(
-    file: Path, args: Sequence[str], lazy: bool, timeout: float = 600.0, release: str | None = None
+    file: Path | str,
+    args: Sequence[str],
+    lazy: bool,
+    timeout: float = 600.0,
+    release: str | None = None,
+    module: bool = False,
 ) -> tuple[Device, Ended]:
     """Run a program on an emulated card. -> the card, and the exception that ended the program, if one did
 
     What the program prints goes to the error stream: the other one has the findings.
+
+    Args:
+        module: whether `file` is the name of a module.
     """
-    if not file.is_file():
-        raise EmulatorError(f"there is no {file}", hint="the path of a Python program")
-    check_program(file)
+    if not module:
+        check_program(Path(file))
     ended: Ended = None
     argv = sys.argv
     with gaudi_emulator.emulate(release, lazy) as card:
         card.differential = True
-        sys.argv, sys.path[:0] = [str(file), *args], [str(file.parent)]
         try:
             with redirect_stdout(sys.stderr), limited(timeout):
-                runpy.run_path(str(file), run_name="__main__")
+                run_program(str(file), args, module)
+        except EmulatorError:
+            raise
         except SystemExit as stop:
             ended = stop if stop.code else None
         except (Exception, TimeOver) as error:
@@ -101,12 +125,15 @@ def lint_script(
     return card, ended
 
 
-def check_program(file: Path) -> None:
-    """Raise an EmulatorError if a file cannot be compiled as Python."""
-    try:
-        compile(file.read_bytes(), str(file), "exec")
-    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-        raise EmulatorError(f"{file} is no Python program", str(error) or repr(error)) from error
+def lint_program(
+    words: Sequence[str], module: bool, lazy: bool, timeout: float, release: str
+) -> tuple[list[Device], Ended]:
+    """A file or a module with its arguments; see `lint_script`."""
+    card, ended = lint_script(words[0], words[1:], lazy, timeout, release, module)
+    return [card], ended
+
+
+# What ran
 
 
 def merged(cards: Iterable[Device]) -> list[Finding]:
@@ -135,63 +162,103 @@ def lint_counts(cards: Sequence[Device]) -> dict[str, int]:
     }
 
 
-# What a lint found, for programs and for readers
+def lint_here(linted: Linted, release: str) -> LintRun:
+    """A run under one release, in this process."""
+    name = release_named(release).name
+    cards, ended = linted(name)
+    why = None if ended is None else f"{type(ended).__name__}: {ended}"
+    return LintRun(name, merged(cards), lint_counts(cards), why)
 
 
-def print_json(runs: Sequence[LintRun], findings: Sequence[Finding]) -> None:
-    """For programs; `counts` are those of each release where there is more than one."""
-    counts = {run.release: run.counts for run in runs}
-    report = {
-        "release": runs[0].release if len(runs) == 1 else BOTH,
-        "findings": [finding.as_dict() for finding in findings],
-        "counts": runs[0].counts if len(runs) == 1 else counts,
-        "runs_on": [run.release for run in runs if run.runs],
-        "ended": {run.release: run.ended for run in runs if run.ended is not None},
-    }
-    print(json.dumps(report, indent=2))
+def lint_elsewhere(linted: Linted, release: str) -> LintRun:
+    """The same in a process of its own: a program's imports and flags are those of one release."""
+    fresh = get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=fresh) as process:
+        try:
+            return process.submit(lint_here, linted, release).result()
+        except BrokenProcessPool:
+            return LintRun(release, [], {}, "the process ended")
 
 
-def print_text(runs: Sequence[LintRun], findings: Sequence[Finding], everything: bool) -> None:
-    """A paragraph a finding, how many there are, and what the device did."""
-    shown = [f for f in findings if everything or f.severity != "info"]
-    if shown:
-        print(text(shown, named=len(runs) > 1))
-    for run in runs:
-        kinds = [f.severity for f in run.findings]
-        errors, warnings, notes = (kinds.count(kind) for kind in ("error", "warn", "info"))
-        hidden = ", shown with --all" if notes and not everything else ""
-        print(f"{errors} errors, {warnings} warnings, {notes} notes{hidden} (bridge {run.release})")
-        print(", ".join(f"{n} {name.replace('_', ' ')}" for name, n in run.counts.items()))
-    if len(runs) > 1:
-        print(verdict(runs))
+# The command
 
 
-def verdict(runs: Sequence[LintRun]) -> str:
-    """On which releases a program runs, in one line."""
-    good = [run.release for run in runs if run.runs]
-    if len(good) == len(runs):
-        return f"runs on both: bridge {' and '.join(good)}"
-    if not good and all(run.ended is None for run in runs):
-        return "ends on both, with errors: what a card computes there is not known"
-    return f"runs on bridge {good[0]} alone" if good else "runs on neither"
+def add_options(parser: argparse._ActionsContainer) -> None:
+    """What every lint takes: the card, what is shown, and a program."""
+    add, rest = parser.add_argument, argparse.REMAINDER
+    releases = f"{', '.join([*RELEASES, BOTH])} ({DEFAULT.name})"
+    add(
+        "--bridge",
+        metavar="RELEASE",
+        default=DEFAULT.name,
+        help=f"release of Gaudi's software: {releases}",
+    )
+    about = "`lazy` mode with HPU graphs, or `compile`: PT_HPU_LAZY_MODE=0 and torch.compile (lazy)"
+    add("--profile", default="lazy", help=about)
+    about = "time limit in seconds, for the program or each method (600)"
+    add("--timeout", type=float, default=600.0, help=about)
+    about = "exit with code 1 on errors, and on warnings that mean one compilation per input"
+    add("--strict", action="store_true", help=about)
+    add("--all", action="store_true", help="also show notes")
+    about = "text; json: findings and counts; github: annotations of a pull request (text)"
+    add("--format", default="text", help=about)
+    add("--json", action="store_const", dest="format", const="json", help="as --format json")
+    add("-m", nargs=rest, dest="module", help="MODULE ARGUMENTS: run a module")
+    add("program", nargs=rest, metavar="FILE.py ARGUMENTS", help="run a program")
 
 
-def text(findings: Sequence[Finding], named: bool = False) -> str:
-    """One paragraph a finding.
+def check_options(args: argparse.Namespace) -> None:
+    """Raise an EmulatorError of a value that an option does not take."""
+    for name, known in (("profile", PROFILES), ("format", FORMATS)):
+        value = vars(args)[name]
+        if value not in known:
+            raise EmulatorError(f"--{name} is {value}", hint=", ".join(known))
+    if not args.timeout > 0:
+        raise EmulatorError(f"--timeout is {args.timeout}", hint="more than 0 seconds")
+
+
+def asked_program(args: argparse.Namespace) -> Linted | None:
+    """What the options of `add_options` name to run, if they do."""
+    words = args.module or args.program
+    if not words:
+        return None
+    return partial(lint_program, words, bool(args.module), args.profile == "lazy", args.timeout)
+
+
+def lint(linted: Linted, args: argparse.Namespace) -> int:
+    """Run under the releases asked for, and print the findings. -> 1 if it died, or there is what `--strict` refuses
 
     Args:
-        named: whether the releases that a finding holds for are named.
+        args: of `add_options`.
+
+    Raises:
+        EmulatorError: the card had nothing to do, or there is no such option, release or program.
     """
-    blocks = []
-    for finding in findings:
-        file = os.path.relpath(finding.file) if os.path.isabs(finding.file) else finding.file
-        where = f"{file}:{finding.line}"
-        captured = " in a capture" if finding.captured else ""
-        often = f", {finding.count} times" if finding.count > 1 else ""
-        detail = f" ({finding.detail}{often})" if finding.detail else often
-        under = f" under {' and '.join(finding.releases)}" if named else ""
-        blocks.append(
-            f"{where}: {finding.severity} {finding.rule.title}{captured}{under}{detail}\n"
-            f"    why: {finding.rule.reason(finding.releases)}\n    instead: {finding.rule.instead}"
-        )
-    return "\n".join(blocks)
+    check_options(args)
+    if args.bridge == BOTH:
+        runs = [lint_elsewhere(linted, name) for name in RELEASES]
+    else:
+        runs = [lint_here(linted, args.bridge)]
+    from gaudi_emulator.rules import joined_over_releases  # which loads torch
+
+    findings = joined_over_releases(run.findings for run in runs)
+    show(runs, findings, args.format, args.all)
+    recompiling = any(f.rule.id in RECOMPILING and f.severity == "warn" for f in findings)
+    refused = recompiling or any(f.severity == "error" for f in findings)
+    died = any(run.ended is not None for run in runs)
+    if not died and not any(any(run.counts.values()) for run in runs):
+        hint = "is the device of its tensors hpu, and is habana_frameworks.torch imported?"
+        raise EmulatorError("nothing ran on hpu", "so nothing was checked", hint)
+    return 1 if died or (args.strict and refused) else 0
+
+
+def main(argv: Sequence[str]) -> int:
+    """`gaudi-emulator lint`: 0, 1 if the program died or `--strict` found an error, 2 for bad options."""
+    about = "Run a program on an emulated Gaudi and report violations of its rules."
+    parser = argparse.ArgumentParser("gaudi-emulator lint", description=about)
+    add_options(parser)
+    args = parser.parse_args(argv)
+    linted = asked_program(args)
+    if linted is None:
+        parser.error("name a program: FILE.py, or -m MODULE")
+    return lint(linted, args)

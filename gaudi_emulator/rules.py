@@ -59,7 +59,8 @@ class Rule:
 
 
 def rule_table(text: str) -> dict[str, Rule]:
-    """By id, of rows: id, name, severities outside and inside a capture; why; what instead.
+    """By id, of rows: id, name, severities outside and inside a capture; why; what instead. A rule that is broken in
+    several ways has a row for each, `id:way`.
 
     A line at the margin begins a row, indented ones are its other cells, deeper ones go on.
     """
@@ -68,8 +69,11 @@ def rule_table(text: str) -> dict[str, Rule]:
     for row in rows:
         cells = [" ".join(cell.split()) for cell in re.split(r"\n {4}(?=\S)", row)]
         head, why, instead = cells
-        id, name, severity, captured = head.split()
-        table[id] = Rule(id, name, why, instead, cast(Severity, severity), cast(Severity, captured))
+        key, name, severity, captured = head.split()
+        id = key.partition(":")[0]
+        table[key] = Rule(
+            id, name, why, instead, cast(Severity, severity), cast(Severity, captured)
+        )
     return table
 
 
@@ -127,7 +131,7 @@ class Finding:
 
     @property
     def place(self) -> Place:
-        return self.rule.id, self.file, self.line, self.severity
+        return self.rule.title, self.file, self.line, self.severity
 
     def as_dict(self) -> dict[str, object]:
         return {

@@ -182,7 +182,10 @@ REFUSED: dict[str, dict[str, str]] = {
     "lint": {
         "--method magic": "unknown method 'magic'",
         "--script none.py": "there is no none.py",
-        "--profile magic": "--profile is magic",
+        "none.py --config none.toml": "there is no none.py",
+        "-m no_such.module": "there is no module no_such.module",
+        "--profile magic": "--profile is magic\n  try: lazy, compile",
+        "--timeout 0": "--timeout is 0.0",
     },
     "verify": {
         "--device abacus": "unknown device 'abacus'",
@@ -262,7 +265,7 @@ def test_what_a_command_refuses_is_one_clear_error_and_nothing_is_written(
         ("bench --methods ar", "try: --method\n"),
         ("fidelity --images 8", "try: --num-images\n"),
         ("serve builtin", "unknown option builtin\n  try: --model builtin\n"),
-        ("lint mine.py", "try: --script mine.py\n"),
+        ("lint --strct mine.py", "unknown option --strct\n  try: --strict\n"),
         ("generate a cat --seed 1", "try: --prompt 'a cat'\n"),
         ("tune --zzz", "unknown option --zzz\n  try: lantern-hpu tune --help\n"),
         (

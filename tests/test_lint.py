@@ -214,7 +214,8 @@ def test_finding_names_place_reason_and_remedy(
     assert main(["--script", str(file)]) == 0
     said = capsys.readouterr().out
     assert re.search(rf"program\.py:{line}: error H010 dynamic-nonzero", said)
-    assert "why: the shape of the result depends on data" in said and "instead: where(" in said
+    assert "H010 dynamic-nonzero: the shape of the result depends on data" in said
+    assert "    instead: where(" in said
     assert main(["--script", str(file), "--strict", "--json"]) == 1
     (found,) = json.loads(capsys.readouterr().out)["findings"]
     assert (found["rule"], found["line"]) == ("H010", line)

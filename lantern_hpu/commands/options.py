@@ -86,13 +86,21 @@ class Parser(argparse.ArgumentParser):
             )
         if self._subparsers is None:
             try:
-                given = words_of(self, given) + given
+                given = words_of(self, self.before_program(given)) + given
             except ValueError as error:
                 self.exit(2, f"error: {error}\n")
         found, unknown = super().parse_known_args(given, namespace)
         if "config" in found:
             del found.config  # it has been read
         return found, unknown
+
+    def before_program(self, given: list[str]) -> list[str]:
+        """The words before a program that the command runs, which has words of its own."""
+        rests = [action.dest for action in self._actions if action.nargs == argparse.REMAINDER]
+        if not rests:
+            return given
+        found, _ = super().parse_known_args(given)
+        return given[: len(given) - sum(len(getattr(found, name) or ()) for name in rests)]
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         given, unknown = self.parse_known_args(args, namespace)
@@ -111,7 +119,7 @@ class Parser(argparse.ArgumentParser):
         """The option that a word was probably meant as; empty if none is like it."""
         known, name = self._option_string_actions, word.partition("=")[0]
         if not word.startswith("-"):
-            taken = next((o for o in ("--script", "--prompt", "--model") if o in known), "")
+            taken = next((o for o in ("--prompt", "--model") if o in known), "")
             return f"{taken} {shlex.quote(word)}" if taken else ""
         if renamed := RENAMED_OPTIONS.get(name):
             return renamed
