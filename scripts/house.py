@@ -24,7 +24,7 @@ from pathlib import Path
 from scripts import ROOT
 
 PRODUCT = ("lantern_hpu", "backends", "graphs")
-PARTS = (*PRODUCT, "gaudi_emulator", "lantern_lab", "scripts", "docs")  # all but the tests
+PARTS = (*PRODUCT, "gaudi_emulator", "lantern_lab", "comfyui", "scripts", "docs")  # no tests
 PYTHON, NATIVE, SCRIPT = (".py",), (".c", ".h"), (".js",)  # names of files end with
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 

@@ -31,7 +31,12 @@ GENERATED = ROOT / "docs" / "reference" / "generated"
 
 def written() -> list[Path]:
     """Markdown of the repository that people wrote."""
-    listed = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob(".github/**/*.md")]
+    listed = [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/**/*.md"),
+        *ROOT.glob("comfyui/*.md"),
+        *ROOT.glob(".github/**/*.md"),
+    ]
     return sorted(page for page in listed if GENERATED not in page.parents)
 
 
