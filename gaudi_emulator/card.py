@@ -75,14 +75,8 @@ class Card:
         self.sites: list[tuple[str, int] | None] = []
         self.written: set[int] = set()  # storages with pending results
         self.recipes: set[tuple[Any, ...]] = set()
-        self.variants: dict[tuple[str, ...], list[tuple[Any, ...]]] = {}
-        self.again: Counter[tuple[str, ...]] = Counter()  # uses of recipes after their first
-        self.blamed: dict[tuple[str, ...], tuple[str, int] | None] = {}  # None: reported
         self.generator = torch.Generator().manual_seed(0)
-        self.warm = self.inside = False
-        self.credit, self.uploaded = CREDIT, 0
-        self.earned = self.values_read = 0
-        self.read_at: Counter[tuple[str, int]] = Counter()  # single values, by line
+        self.inside = False
         self.threads = threading.local()  # torch's modes are of one thread each
         self.loaded = False  # whether the bridge was imported, which is when it reads its flags
         self.compiler: Any = None  # `compiler.Compiler` of a user's program
@@ -91,6 +85,17 @@ class Card:
         self.rehearsed: Run | None = None
         self.warned: set[str] = set()  # functions that said once that they do nothing
         self.in_use = self.peak = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """A program begins, or a test among others: what was warmed up or repeated so far is forgotten."""
+        self.variants: dict[tuple[str, ...], list[tuple[Any, ...]]] = {}
+        self.again: Counter[tuple[str, ...]] = Counter()  # uses of recipes after their first
+        self.blamed: dict[tuple[str, ...], tuple[str, int] | None] = {}  # None: reported
+        self.read_at: Counter[tuple[str, int]] = Counter()  # single values, by line
+        self.warm = False
+        self.credit, self.uploaded = CREDIT, 0
+        self.earned = self.values_read = 0
 
     def read_flags(self) -> bool:
         """As the bridge does while it is imported. -> the mode that they ask for"""

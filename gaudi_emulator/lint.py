@@ -7,7 +7,7 @@ import os
 import runpy
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, redirect_stdout
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 BOTH = "both"  # of releases: one run under each
 PROFILES = ("lazy", "compile")
-# Rules whose warnings mean a compilation an input
 RECOMPILING = ("H013", "H014", "H016", "H021", "H024")
 Ended = BaseException | None  # what ended a program, if something did
 # What is run under a release -> the cards that it ran on, and what ended it. It is pickled for a process of its own
@@ -109,6 +108,9 @@ def lint_script(
     argv = sys.argv
     with gaudi_emulator.emulate(release, lazy) as card:
         card.differential = True
+        if module and file == "pytest":  # each test is judged by itself
+            given = os.environ.get("PYTEST_ADDOPTS", "")
+            os.environ["PYTEST_ADDOPTS"] = f"{given} -p gaudi_emulator.pytest_plugin --hpu"
         try:
             with redirect_stdout(sys.stderr), limited(timeout):
                 run_program(str(file), args, module)
@@ -136,16 +138,6 @@ def lint_program(
 # What ran
 
 
-def merged(cards: Iterable[Device]) -> list[Finding]:
-    """Findings of several runs, each rule and place once."""
-    from gaudi_emulator.rules import Findings
-
-    together = Findings(lambda: False)
-    for card in cards:
-        together.add(card.findings)
-    return together.sorted()
-
-
 def lint_counts(cards: Sequence[Device]) -> dict[str, int]:
     """Counts over all runs."""
     counts = [card.counts for card in cards]
@@ -164,10 +156,13 @@ def lint_counts(cards: Sequence[Device]) -> dict[str, int]:
 
 def lint_here(linted: Linted, release: str) -> LintRun:
     """A run under one release, in this process."""
+    from gaudi_emulator.rules import joined  # which loads torch
+
     name = release_named(release).name
     cards, ended = linted(name)
     why = None if ended is None else f"{type(ended).__name__}: {ended}"
-    return LintRun(name, merged(cards), lint_counts(cards), why)
+    findings = joined(card.findings.sorted() for card in cards)
+    return LintRun(name, findings, lint_counts(cards), why)
 
 
 def lint_elsewhere(linted: Linted, release: str) -> LintRun:
@@ -225,6 +220,12 @@ def asked_program(args: argparse.Namespace) -> Linted | None:
     return partial(lint_program, words, bool(args.module), args.profile == "lazy", args.timeout)
 
 
+def refuses(finding: Finding) -> bool:
+    """Whether `--strict` does: an error, or a warning that means a compilation an input."""
+    recompiling = finding.rule.id in RECOMPILING and finding.severity == "warn"
+    return recompiling or finding.severity == "error"
+
+
 def lint(linted: Linted, args: argparse.Namespace) -> int:
     """Run under the releases asked for, and print the findings. -> 1 if it died, or there is what `--strict` refuses
 
@@ -239,12 +240,11 @@ def lint(linted: Linted, args: argparse.Namespace) -> int:
         runs = [lint_elsewhere(linted, name) for name in RELEASES]
     else:
         runs = [lint_here(linted, args.bridge)]
-    from gaudi_emulator.rules import joined_over_releases  # which loads torch
+    from gaudi_emulator.rules import joined  # which loads torch
 
-    findings = joined_over_releases(run.findings for run in runs)
+    findings = joined(run.findings for run in runs)
     show(runs, findings, args.format, args.all)
-    recompiling = any(f.rule.id in RECOMPILING and f.severity == "warn" for f in findings)
-    refused = recompiling or any(f.severity == "error" for f in findings)
+    refused = any(map(refuses, findings))
     died = any(run.ended is not None for run in runs)
     if not died and not any(any(run.counts.values()) for run in runs):
         hint = "is the device of its tensors hpu, and is habana_frameworks.torch imported?"

@@ -99,20 +99,29 @@ def verdict(runs: Sequence[LintRun]) -> str:
 
 
 def text(findings: Sequence[Finding], named: bool = False) -> Iterator[str]:
-    """A line a finding; then why and what instead, once for each rule.
-
-    Args:
-        named: whether the releases that a finding holds for are named.
-    """
+    """A line a finding; then why and what instead, once for each rule."""
     rules: dict[Rule, dict[str, None]] = {}  # with the releases that it was broken under
     for finding in findings:
-        under = f" under {' and '.join(finding.releases)}" if named else ""
-        captured = " in a capture" if finding.captured else ""
-        place = f"{path(finding, os.getcwd())}:{finding.line}"
-        yield f"{place}: {finding.severity} {finding.rule.title}{captured}{under}{about(finding)}"
+        yield line(finding, named)
         rules.setdefault(finding.rule, {}).update(dict.fromkeys(finding.releases))
-    reasons = (f"{r.title}: {r.reason([*on])}\n    instead: {r.instead}" for r, on in rules.items())
-    yield from ("", *reasons, "") if rules else ()
+    yield from ("", *(reason(rule, [*on]) for rule, on in rules.items()), "") if rules else ()
+
+
+def line(finding: Finding, named: bool = False) -> str:
+    """Where, which rule and what of it.
+
+    Args:
+        named: whether the releases that the finding holds for are named.
+    """
+    under = f" under {' and '.join(finding.releases)}" if named else ""
+    captured = " in a capture" if finding.captured else ""
+    place = f"{path(finding, os.getcwd())}:{finding.line}"
+    return f"{place}: {finding.severity} {finding.rule.title}{captured}{under}{about(finding)}"
+
+
+def reason(rule: Rule, releases: Sequence[str]) -> str:
+    """Why, and what instead."""
+    return f"{rule.title}: {rule.reason(releases)}\n    instead: {rule.instead}"
 
 
 def commands(findings: Sequence[Finding]) -> Iterator[str]:

@@ -157,6 +157,7 @@ class Findings:
     release: str = DEFAULT.name
     found: dict[Place, Finding] = field(default_factory=dict)
     muted: bool = False
+    told: dict[Place, int] = field(default_factory=dict)  # how often, at the last call of `new`
 
     def hit(
         self,
@@ -192,11 +193,12 @@ class Findings:
             if f.rule.id != "H068" or (f.file, f.line) not in explained
         )
 
-    def add(self, other: Findings) -> None:
-        """Take over the findings of another run."""
-        for key, finding in other.found.items():
-            count = self.found[key].count if key in self.found else 0
-            self.found[key] = replace(finding, count=finding.count + count)
+    def new(self) -> list[Finding]:
+        """Findings since the last call, with how often they came since then."""
+        before, self.told = self.told, {place: f.count for place, f in self.found.items()}
+        counts = {place: f.count - before.get(place, 0) for place, f in self.found.items()}
+        new = {p: replace(self.found[p], count=count) for p, count in counts.items() if count}
+        return Findings(self.captured, self.release, new).sorted()
 
     def hits(self, severity: Severity) -> int:
         """How often rules were hit with this severity."""
@@ -212,11 +214,12 @@ def in_order(findings: Iterable[Finding]) -> list[Finding]:
     return sorted(findings, key=lambda f: (ORDER.index(f.severity), f.rule.id, f.file, f.line))
 
 
-def joined_over_releases(runs: Iterable[Iterable[Finding]]) -> list[Finding]:
-    """Findings of the same program under several releases, each place once, with all releases that it holds for."""
+def joined(runs: Iterable[Iterable[Finding]]) -> list[Finding]:
+    """Findings of several runs, each place once: with all releases that it holds for, and how often in the run that
+    had it most."""
     together: dict[Place, Finding] = {}
     for finding in chain.from_iterable(runs):
-        known = together.get(finding.place, replace(finding, releases=(), count=0))
+        known = together.get(finding.place, finding)
         releases = tuple(dict.fromkeys((*known.releases, *finding.releases)))
         count = max(known.count, finding.count)
         together[finding.place] = replace(known, releases=releases, count=count)

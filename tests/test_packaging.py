@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
+from lantern_hpu.files import VERSION
 from scripts.release.wheel import build, environment, run, try_wheel
 
 if sys.version_info >= (3, 11):
@@ -160,6 +161,20 @@ def test_constraints_parse_and_cover_the_requirements(project: dict[str, Any]) -
         assert wanted - {"lantern-hpu"} <= set(names), version
 
 
-def test_the_command_is_installed_under_its_name(project: dict[str, Any]) -> None:
-    module, _, function = project["project"]["scripts"]["lantern-hpu"].partition(":")
-    assert callable(getattr(importlib.import_module(module), function))
+def test_commands_are_installed_under_their_names(project: dict[str, Any]) -> None:
+    scripts = project["project"]["scripts"]
+    assert scripts.keys() == {"lantern-hpu", "gaudi-emulator"}
+    for script in scripts.values():
+        module, _, function = script.partition(":")
+        assert callable(getattr(importlib.import_module(module), function))
+
+
+def test_the_emulators_own_wheel_is_what_the_product_has_of_it(project: dict[str, Any]) -> None:
+    """Version, command, plugin and files, of the same names, so that neither loads anything twice."""
+    alone = tomllib.loads((ROOT / "gaudi_emulator" / "pyproject.toml").read_text())
+    assert alone["project"]["version"] == VERSION
+    assert alone["project"]["dependencies"] == [project["project"]["dependencies"][0]]
+    assert alone["project"]["scripts"].items() <= project["project"]["scripts"].items()
+    assert alone["project"]["entry-points"] == project["project"]["entry-points"]
+    data, of_product = (p["tool"]["setuptools"]["package-data"] for p in (alone, project))
+    assert data["gaudi_emulator"] == of_product["gaudi_emulator"]

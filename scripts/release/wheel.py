@@ -33,12 +33,23 @@ PNG = b"\x89PNG"
 ABOUT = "import json, platform, torch; print(json.dumps([platform.python_version(), torch.__version__]))"
 
 
-def build(out: Path) -> Path:
-    """A wheel, built from a copy so that no stale build folder takes part."""
+def build(out: Path, part: str = "") -> Path:
+    """A wheel, built from a copy so that no stale build folder takes part; of a folder that is a project by itself."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "copy"
         shutil.copytree(ROOT, copy, symlinks=True, ignore=shutil.ignore_patterns(*SKIPPED))
-        run([sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out, copy])
+        run(
+            [
+                sys.executable,
+                "-m",
+                "build",
+                "--wheel",
+                "--no-isolation",
+                "--outdir",
+                out,
+                copy / part,
+            ]
+        )
     (wheel,) = out.glob("*.whl")
     return wheel
 
