@@ -175,6 +175,46 @@ def test_forms_of_programs_are_drawn(client: str, server: Running) -> None:
     assert answer["seed"] == 3
 
 
+URL = "data:image/png;base64," + base64.b64encode(CAT).decode()
+# Bodies of JSON: pictures, and the status and words of their answers
+JSON_EDITS: dict[str, tuple[dict[str, Any], int, str]] = {
+    "objects": ({"images": [{"image_url": URL}, {"image_url": URL}]}, 200, ""),
+    "a text": ({"image": URL}, 200, ""),
+    "texts": ({"image": [URL]}, 200, ""),
+    "none": ({}, 400, "images is missing; send data URLs"),
+    "both": ({"image": URL, "images": [{"image_url": URL}]}, 400, "exclude each other"),
+    "an address": ({"images": [{"image_url": "http://127.0.0.1:1/x.png"}]}, 400, "^data:"),
+    "a file of OpenAI's": ({"images": [{"file_id": "x"}]}, 400, "image_url"),
+    "no base64": ({"image": "data:image/png;base64,%%"}, 400, "cannot be read"),
+    "text in a URL": ({"image": "data:text/plain,cat"}, 400, "it is not base64"),
+    "no picture": ({"image": "data:image/png;base64,AAAA"}, 400, "it is not PNG"),
+    "a mask": ({"image": URL, "mask": URL}, 400, "mask"),
+    "another type": ({"image": URL, "n": "2"}, 400, "n is"),
+}
+
+
+@pytest.mark.parametrize("case", mostly_slow(JSON_EDITS, "objects", "an address"))
+def test_edits_are_sent_as_json(case: str, server: Running) -> None:
+    """As OpenAI's API takes them besides forms, and gateways send them."""
+    pictures, status, why = JSON_EDITS[case]
+    body = {"prompt": "red cat", "seed": 3, **pictures}
+    answer = httpx.post(server.url + PATH, json=body, timeout=300)
+    assert answer.status_code == status and why in answer.text, answer.text
+    if status == 200:
+        sent = len(pictures["images"]) if "images" in pictures else 1
+        assert digests(answer.json()) == DIGESTS[:1] * sent
+    assert nothing_arrives(server)
+
+
+def test_a_name_that_is_only_in_its_extended_form_is_a_name(server: Running) -> None:
+    head = b'--b\r\nContent-Disposition: form-data; name="'
+    named = b"image\"; filename*=UTF-8''%e7%8c%ab.png\r\n\r\n"
+    body = head + b'prompt"\r\n\r\nred cat\r\n' + head + named + CAT + b"\r\n--b--\r\n"
+    kind = {"Content-Type": "multipart/form-data; boundary=b"}
+    answer = httpx.post(server.url + PATH, content=body, headers=kind, timeout=300)
+    assert digests(drawn(answer)) == DIGESTS[:1]
+
+
 @pytest.mark.parametrize("case", ODD_NAMES)
 def test_pictures_have_odd_names(case: str, server: Running) -> None:
     assert digests(drawn(send(server, ODD_NAMES[case]))) == DIGESTS
@@ -285,7 +325,7 @@ def test_pictures_that_do_not_fit_are_refused_with_both_lengths(server: Running)
 def test_the_schema_has_the_form_where_there_are_edits(server: Running) -> None:
     schema = httpx.get(server.url + "/openapi.json").json()
     body = schema["paths"][PATH]["post"]["requestBody"]
-    assert body["required"] and list(body["content"]) == ["multipart/form-data"]
+    assert body["required"] and list(body["content"]) == ["multipart/form-data", "application/json"]
     form = schema["components"]["schemas"]["EditsRequest"]
     file = {"type": "string", "format": "binary"}
     assert form["properties"]["image"] == file == form["properties"]["image[]"]["items"]
@@ -469,7 +509,7 @@ def test_a_form_without_the_key_is_not_read(folder: Path) -> None:
 
 
 def test_what_is_no_form_is_refused(server: Running) -> None:
-    for kind in ("application/json", "text/plain", "application/x-www-form-urlencoded", ""):
+    for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
         answer = httpx.post(server.url + PATH, content=b"{}", headers={"Content-Type": kind})
         assert answer.status_code == 415 and "multipart/form-data" in answer.text
 

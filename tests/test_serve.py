@@ -405,6 +405,36 @@ def test_places_are_those_that_starlette_routes() -> None:
             assert own_path(scope) == get_route_path(scope), scope
 
 
+AZURE = "/openai/deployments/{}/images/generations?api-version=2025-04-01-preview"
+# Paths that clients make of a base address, with the status of their answer
+BASES = {
+    "/v1/images/generations": 200,
+    "/v1//images/generations": 200,
+    "//v1/images/generations/": 200,
+    "/v1/v1/images/generations": 200,
+    "/images/generations": 200,
+    "/openai/v1/images/generations": 200,
+    AZURE.format("of/mine"): 200,
+    AZURE.format("dall-e-3"): 404,
+    "/v2/images/generations": 404,
+    "/v1/images": 404,
+}
+
+
+@pytest.mark.parametrize("path", mostly_slow(BASES, *list(BASES)[2:4]))
+@pytest.mark.parametrize("place", ["", "/own"])
+def test_base_addresses_are_taken_as_clients_write_them(
+    path: str, place: str, server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slashes doubled or at the end, /v1 twice or not at all, Azure's paths; and no redirection."""
+    options = replace(server.app.state.options, root_path=place)
+    monkeypatch.setitem(server.app.state._state, "options", options)
+    served = server.decoder.served
+    monkeypatch.setattr(server.decoder, "served", replace(served, names=(*served.names, "of/mine")))
+    answer = httpx.post(server.url + place + path, json={"prompt": "cat", "seed": 1}, timeout=300)
+    assert answer.status_code == BASES[path], answer.text
+
+
 def until(holds: Any) -> None:
     Running.until(None, holds)  # type: ignore[arg-type]
 
@@ -1147,6 +1177,9 @@ def test_a_key_is_asked_for_where_there_is_one(
         wrong.images.generate(prompt="cat")
     right = openai.OpenAI(base_url=server.url + "/v1", api_key="secret")
     assert right.images.generate(prompt="cat").data
+    for sent, status in (("secret", 200), ("guess", 401)):  # as Azure's clients do
+        headers = {"api-key": sent}
+        assert httpx.get(server.url + "/v1/models", headers=headers).status_code == status
     assert httpx.get(server.url + "/readyz").status_code == 200  # probes have no key
     assert httpx.get(server.url + "/v1/models").status_code == 401
     with connection(server, *HALF) as made:  # who has none is not waited for

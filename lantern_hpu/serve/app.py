@@ -47,6 +47,8 @@ IMAGES, EDITS, FILES = "/v1/images/generations", "/v1/images/edits", "/v1/images
 JSON, FORM = "application/json", "multipart/form-data"
 SCHEMAS = "#/components/schemas/{model}"
 PROBES = ("/livez", "/readyz", "/health")
+# How clients write what stands before a place: without /v1, with it twice, or as Azure has it
+BASE = re.compile(r"(/openai)?(/v1)*(/deployments/(?P<model>.+?))?(?=/(images/|models(/|$)))")
 FORWARDED = {"proto": "https?", "host": r"[\w.:\[\]-]+", "prefix": PREFIX}  # X-Forwarded-*
 NO_KEY = "wrong or missing API key"
 STOPPING = 0.3  # seconds for the decode thread to end, once all its images are answered
@@ -318,13 +320,15 @@ class Guard:
             await send(message)
 
         try:
-            scope = as_public(scope, headers, scope["app"].state.options)
+            scope = as_routed(as_public(scope, headers, scope["app"].state.options))
             scope["method"] = "GET" if asked == "HEAD" else asked
             check_source(scope, headers)
             if allowed := allowed_body(scope):
-                check_media_type(scope, headers, allowed.kind)
+                check_media_type(scope, headers, allowed.kinds)
                 body.allowed = allowed
             check_key(scope, headers)
+            if deployment := scope["state"].get("deployment"):
+                check_name(deployment, scope["app"].state.decoder.served)
             await self.app(scope, body.receive, answer)
         except ApiError as error:
             record.failed(error)
@@ -356,7 +360,7 @@ def check_source(scope: Scope, headers: Headers) -> None:
         raise ApiError(403, what, None, "unknown_host")
 
 
-def check_media_type(scope: Scope, headers: Headers, kind: str) -> None:
+def check_media_type(scope: Scope, headers: Headers, kinds: Sequence[str]) -> None:
     """Raise an ApiError for a body of another kind, or one that a foreign web page may have sent through a browser.
 
     What is not JSON a browser sends to any host without asking it first: a form has to come from our own page, or
@@ -367,13 +371,13 @@ def check_media_type(scope: Scope, headers: Headers, kind: str) -> None:
     if coding != "identity":
         what = f"Content-Encoding is {coding[:60]!r}; send the body as it is"
         raise ApiError(415, what, None, "unsupported_media_type")
-    if sent != kind:
-        what = f"Content-Type is {sent[:60]!r}; send {kind}"
+    if sent not in kinds:
+        what = f"Content-Type is {sent[:60]!r}; send {' or '.join(kinds)}"
         raise ApiError(415, what, None, "unsupported_media_type")
     origin, site = headers.get("origin"), headers.get("sec-fetch-site", "none")
     own = Headers(scope=scope).get("host", "").lower()  # as a proxy was asked for it
     foreign = origin is not None and origin.partition("://")[2].lower() != own
-    if kind == FORM and (foreign or site not in ("same-origin", "none")):
+    if sent == FORM and (foreign or site not in ("same-origin", "none")):
         raise ApiError(403, "a web page of another origin sent this", None, "cross_origin")
 
 
@@ -383,6 +387,8 @@ def check_key(scope: Scope, headers: Headers) -> None:
     if wanted is None or not path.startswith("/v1/") or path.startswith(FILES):
         return
     scheme, _, sent = headers.get("authorization", "").partition(" ")
+    if "api-key" in headers:  # as Azure's clients send it
+        scheme, sent = "bearer", headers["api-key"]
     right = secrets.compare_digest(sent.strip().encode(), wanted.encode())
     if scheme.lower() != "bearer" or not right:
         raise ApiError(401, NO_KEY, None, "invalid_api_key", {"WWW-Authenticate": "Bearer"})
@@ -394,11 +400,11 @@ def allowed_body(scope: Scope) -> AllowedBody | None:
     if scope["method"] != "POST":
         return None
     if path == IMAGES:
-        return AllowedBody(JSON, MAX_BODY, BODY_SECONDS)
+        return AllowedBody((JSON,), MAX_BODY, BODY_SECONDS)
     if options.sources and path == EDITS:
-        return AllowedBody(FORM, options.upload_mib << 20, options.upload_timeout)
+        return AllowedBody((FORM, JSON), options.upload_mib << 20, options.upload_timeout)
     if options.sglang and path in sglang.PLACES:
-        return AllowedBody(JSON, sglang.MAX_BODY, BODY_SECONDS)
+        return AllowedBody((JSON,), sglang.MAX_BODY, BODY_SECONDS)
     return None
 
 
@@ -406,6 +412,18 @@ def own_path(scope: Scope) -> str:
     """The path of a request without the one at which a proxy has the server, as Starlette routes it."""
     path, place = scope["path"], scope.get("root_path", "")
     return path[len(place) :] if path == place or path.startswith(f"{place}/") else path
+
+
+def as_routed(scope: Scope) -> Scope:
+    """A request at the place that serves it, however its client joined address and path.
+
+    Slashes are doubled, or end a path, where a base address ended in one; Azure's paths name the model.
+    """
+    path = re.sub("/+", "/", own_path(scope)).rstrip("/") or "/"
+    if base := BASE.match(path):
+        path = "/v1" + path[base.end() :]
+        scope["state"]["deployment"] = base["model"]
+    return {**scope, "path": scope.get("root_path", "") + path}
 
 
 def as_public(scope: Scope, headers: Headers, options: ServeOptions) -> Scope:
@@ -502,7 +520,8 @@ def openapi(app: FastAPI) -> dict[str, Any]:
     schemas.pop("ValidationError", None)
     events = [(protocol.PartialImage, "serialization"), (protocol.CompletedImage, "serialization")]
     if app.state.options.sources:
-        events.append((protocol.EditsRequest, "validation"))
+        edits_in = (protocol.EditsRequest, protocol.JSONEditsRequest)
+        events += [(kind, "validation") for kind in edits_in]
     else:
         made["paths"].pop(EDITS)
     schemas |= models_json_schema(events, ref_template=SCHEMAS)[1]["$defs"]  # type: ignore[arg-type]
@@ -642,7 +661,7 @@ FAILURES = errors(
         404: "another model",
         408: "the body did not arrive in time",
         413: "the body is too large",
-        415: "not JSON, or not a form for an edit",
+        415: "neither JSON nor, for an edit, a form",
         429: "the queue is full: see Retry-After",
         500: "the image failed: the server's log says why, under the id in the message",
         503: "not ready, or about to stop",
@@ -694,17 +713,20 @@ async def generate_tokens(
     return JSONResponse(drawn if several else drawn[0])
 
 
-FORM_SCHEMA = {"schema": {"$ref": SCHEMAS.format(model="EditsRequest")}}
+EDIT_BODIES = {
+    FORM: {"schema": {"$ref": SCHEMAS.format(model="EditsRequest")}},
+    JSON: {"schema": {"$ref": SCHEMAS.format(model="JSONEditsRequest")}},
+}
 
 
 @keyed.post(
     EDITS,
     response_model=protocol.ImagesResponse,
     responses=STREAMED | FAILURES,
-    openapi_extra={"requestBody": {"content": {FORM: FORM_SCHEMA}, "required": True}},
+    openapi_extra={"requestBody": {"content": EDIT_BODIES, "required": True}},
 )
 async def edit_images(request: Request, decoder: TheDecoder) -> protocol.ImagesResponse | Response:
-    """Draw images for a prompt and one or several pictures: a form with files `image`, or `image[]`."""
+    """Draw images for a prompt and one or several pictures: a form with files, or JSON with data URLs."""
     if not decoder.served.sources:
         return await refuse_pictures(request)
     return await answer_call(await edits.read_edit(request, decoder), request, decoder)

@@ -1,12 +1,14 @@
 """Bodies of requests on their way in, and the pictures and fields of `POST /v1/images/edits`.
 
 An edit is multipart/form-data, as OpenAI's and other clients send it. One picture is a file `image`, several are files
-`image[]`, numbered ones such as `image[0]`, or `images`. Nothing is fetched from elsewhere, and no file is kept: a
-large one is in a temporary file until it is read."""
+`image[]`, numbered ones such as `image[0]`, or `images`. Or it is JSON, whose pictures are data URLs. Nothing is
+fetched from elsewhere, and no file is kept: a large one of a form is in a temporary file until it is read."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import json
 import math
 import re
 import time
@@ -14,6 +16,7 @@ from asyncio import Lock, Semaphore
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from io import BytesIO
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
@@ -29,6 +32,7 @@ from lantern_hpu.serve.protocol import (
     MOST_FIELDS,
     ApiError,
     EditsRequest,
+    JSONEditsRequest,
     ParsedRequest,
     parsed,
     read_call,
@@ -38,7 +42,8 @@ from lantern_hpu.serve.protocol import (
 
 with needing("fastapi", "the server is built on it", "serve"):
     from fastapi import Request
-    from starlette.datastructures import FormData, State, UploadFile
+    from starlette.datastructures import FormData, Headers, State, UploadFile
+    from starlette.formparsers import MultiPartParser
     from starlette.types import Message, Receive
 
 T = TypeVar("T")
@@ -74,9 +79,9 @@ async def before_stop(
 
 
 class AllowedBody(NamedTuple):
-    """What may be sent to a place that draws: a type, of at most so many bytes, within so many seconds."""
+    """What may be sent to a place that draws: of these media types, at most so many bytes, within so many seconds."""
 
-    kind: str
+    kinds: tuple[str, ...]
     size: int
     seconds: float
 
@@ -93,7 +98,7 @@ class Body:
         self.size, self.whole, self.cut = 0, False, False
         self.count: Callable[[int], None] = lambda size: None
         self.until = 0.0  # counted from when it is asked for
-        self.allowed = AllowedBody("", MAX_BODY, BODY_SECONDS)
+        self.allowed = AllowedBody((), MAX_BODY, BODY_SECONDS)
 
     async def receive(self) -> Message:
         if self.whole:
@@ -205,17 +210,16 @@ async def read_edit(request: Request, decoder: DecodeThread) -> ParsedRequest:
     uploads: Uploads = request.app.state.uploads
     client = request.client.host if request.client else ""
     with uploads.counting(request.state.body, client):
-        form = await read_form(request)
+        asked, files = await read_fields(request)
         try:
-            fields, files = form_parts(form)
-            asked = parsed(EditsRequest, fields, strict=False)
             if len(files) > decoder.served.sources:
                 allowed = f"1 to {decoder.served.sources}"
                 raise refuse("image", f"{len(files)} pictures", allowed)
             reading = read_sources(files, uploads, client)
             sources = await before_stop(reading, request.app.state, client_leaves(request))
         finally:
-            await form.close()
+            for file in files:
+                await file.close()
     return read_call(asked, decoder.served, sources)
 
 
@@ -225,22 +229,68 @@ async def client_leaves(request: Request) -> None:
         pass
 
 
+async def read_fields(request: Request) -> tuple[EditsRequest, list[UploadFile]]:
+    """Fields and pictures of a body, be it a form or JSON; the caller closes the files."""
+    if request.headers["content-type"].startswith("multipart/"):
+        form = await read_form(request)
+        try:
+            fields, files = form_parts(form)
+            return parsed(EditsRequest, fields, strict=False), files
+        except ApiError:
+            await form.close()
+            raise
+    body = await request.body()
+    return await asyncio.to_thread(json_parts, body)
+
+
+def json_parts(body: bytes) -> tuple[EditsRequest, list[UploadFile]]:
+    """Fields and pictures of a JSON body."""
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        what = f"the body is not valid JSON in UTF-8: {error}"
+        raise ApiError(400, what, None, "invalid_json") from error
+    asked = parsed(JSONEditsRequest, fields)
+    files = [UploadFile(BytesIO(data_of(url))) for url in asked.pictures()]
+    return asked.model_copy(update={"images": None, "image": None}), files
+
+
+def data_of(url: str) -> bytes:
+    """The bytes of a data URL (RFC 2397); raises an ApiError where it is no base64."""
+    head, _, data = url.partition(",")
+    try:
+        if not head.endswith(";base64"):
+            raise ValueError("it is not base64")
+        return base64.b64decode(data, validate=True)
+    except ValueError as error:
+        what = f"a picture's data URL cannot be read: {error}; send data:image/png;base64,..."
+        raise ApiError(400, what, "images", "invalid_value") from error
+
+
+class FormParser(MultiPartParser):
+    """Takes files whose name is in `filename*` alone, which RFC 7578 forbids and some clients send."""
+
+    def on_headers_finished(self) -> None:
+        part = self._current_part
+        if part.content_disposition and b"filename=" not in part.content_disposition:
+            plain = part.content_disposition.replace(b"filename*=", b"filename=")
+            part.content_disposition = plain
+        super().on_headers_finished()
+
+
 async def read_form(request: Request) -> FormData:
     limits = {"max_files": MOST_FILES, "max_fields": MOST_FIELDS, "max_part_size": MOST_FIELD}
     # Starlette reads what is no UTF-8 as Latin-1 and does not say so; read as Latin-1 throughout, bytes stay known
-    headers = [
-        (name, value + b"; charset=latin-1" * (name == b"content-type"))
-        for name, value in request.scope["headers"]
-    ]
+    kind = {"content-type": request.headers["content-type"] + "; charset=latin-1"}
     try:
-        return await Request({**request.scope, "headers": headers}, request.receive).form(**limits)
+        return await FormParser(Headers(kind), request.stream(), **limits).parse()
     except (ApiError, OSError, MemoryError) as error:  # of the body, or of this machine
         if getattr(error, "code", None) == FULL:
             await read_rest(request)
         raise
     except Exception as error:  # a damaged form may raise anything
         await read_rest(request)
-        why = getattr(error, "detail", "it is cut off or damaged")
+        why = getattr(error, "message", "it is cut off or damaged")
         raise ApiError(400, f"the form cannot be read: {why}", None, "invalid_form") from error
 
 

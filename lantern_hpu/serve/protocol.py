@@ -248,6 +248,37 @@ class EditsRequest(ImagesRequest):
     safety_identifier: str | None = Field(None, description="not kept")
 
 
+DataURL = Annotated[str, Field(pattern="^data:", description="data:image/png;base64,...")]
+
+
+class PictureURL(BaseModel):
+    """A picture within a JSON body; nothing is fetched from elsewhere."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    image_url: DataURL
+
+
+class JSONEditsRequest(EditsRequest):
+    """The same fields as JSON, with the pictures to draw from as data URLs."""
+
+    model_config = ConfigDict(json_schema_extra=None)
+
+    images: list[PictureURL] | None = None
+    image: DataURL | list[DataURL] | None = Field(None, description="instead of `images`")
+
+    def pictures(self) -> list[str]:
+        """The data URLs; raises an ApiError where there are none, or of both names."""
+        if self.images and self.image:
+            raise ApiError(400, "image and images exclude each other", "image", "invalid_value")
+        if self.images:
+            return [picture.image_url for picture in self.images]
+        if not self.image:
+            what = "images is missing; send data URLs"
+            raise ApiError(400, what, "images", "invalid_value")
+        return [self.image] if isinstance(self.image, str) else self.image
+
+
 class SpeculativeDecoding(BaseModel):
     """Acceptance of one image, under vLLM's names."""
 
