@@ -1,4 +1,5 @@
 # NVIDIA: docker build -f docker/cuda.Dockerfile -t lantern_hpu:cuda .
+# Of a version: --build-arg VERSION=0.5.0 -t lantern_hpu:0.5.0-cuda
 #
 # Whether this version of lantern_hpu uses the GPU, `doctor` says.
 ARG BASE=pytorch/pytorch:2.9.1-cuda12.8-cudnn9-runtime
@@ -24,5 +25,7 @@ RUN torch='from importlib.metadata import version; print(version("torch"))' \
 RUN install -d -m 1777 /cache /out
 USER 1000:1000
 WORKDIR /out
+ARG VERSION=unreleased
+LABEL org.opencontainers.image.version=${VERSION} org.opencontainers.image.licenses=Apache-2.0
 ENTRYPOINT ["python3", "-m", "lantern_hpu"]
 CMD ["doctor"]

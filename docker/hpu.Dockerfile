@@ -1,4 +1,5 @@
 # Gaudi: docker build -f docker/hpu.Dockerfile -t lantern_hpu:hpu .
+# Of a version: --build-arg VERSION=0.5.0 -t lantern_hpu:0.5.0-hpu
 #
 # The base brings Gaudi's libraries, its plugin and its own torch. Take one of the host driver's release. For HPU graphs
 # it must be a pytorch-installer-*; a pytorch-upstream-installer-* has a stock torch, for `--graphs compile`.
@@ -23,5 +24,7 @@ RUN torch='from importlib.metadata import version; print(version("torch"))' \
 RUN install -d -m 1777 /cache /out
 USER 1000:1000
 WORKDIR /out
+ARG VERSION=unreleased
+LABEL org.opencontainers.image.version=${VERSION} org.opencontainers.image.licenses=Apache-2.0
 ENTRYPOINT ["python3", "-m", "lantern_hpu"]
 CMD ["doctor"]

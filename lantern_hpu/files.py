@@ -18,7 +18,7 @@ from typing import Any
 
 from lantern_hpu.errors import Arg, OutputError, WeightsError, words
 
-VERSION = "0.4.0"  # of this package
+VERSION = "0.5.0"  # of this package
 ASSETS = Path(__file__).parent / "assets"
 LONGEST, LONGEST_PATH = 255, 1000  # bytes of a name and characters of a path that systems take
 MOST_TEXT = 10**9  # bytes of a text that is read whole; a large index or tokenizer has 10^8

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from lantern_hpu.files import VERSION
 from tests import plain_user
 
 if sys.version_info >= (3, 11):
@@ -20,7 +21,8 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).parent.parent
-KINDS = ("hpu", "cuda")
+KINDS = ("hpu", "cuda")  # with a base that has torch, and a compose file
+IMAGES = ("cpu", *KINDS)
 
 pytestmark = pytest.mark.skipif(not (ROOT / "docker").is_dir(), reason="not in this checkout")
 
@@ -74,6 +76,27 @@ def test_triton_finds_a_compiler_in_the_cuda_image() -> None:
     assert {"gcc", "python3-dev"} <= set(packages) and names.index("RUN") < names.index("COPY")
 
 
+@pytest.mark.parametrize("kind", IMAGES)
+def test_images_are_tagged_and_labelled_by_version(kind: str) -> None:
+    """A build argument after all layers that take time, so that a version builds none of them again."""
+    names = [name for name, _ in instructions(kind)]
+    assert names.index("LABEL") > max(i for i, name in enumerate(names) if name == "RUN")
+    assert only(kind, "ARG", "VERSION") == "VERSION=unreleased"
+    assert "org.opencontainers.image.version=${VERSION} " in only(kind, "LABEL")
+    tag = f"--build-arg VERSION={VERSION} -t lantern_hpu:{VERSION}-{kind}\n"
+    assert tag in (ROOT / "docker" / f"{kind}.Dockerfile").read_text()
+    if kind in KINDS:
+        assert f"image: lantern_hpu:${{VERSION:+${{VERSION}}-}}{kind} " in compose(kind)
+        assert "        VERSION: ${VERSION:-unreleased}\n" in compose(kind)
+
+
+def test_the_image_of_processors_has_the_tested_torch_for_processors() -> None:
+    run = only("cpu", "RUN", "pip install")
+    assert "-c constraints.txt '.[models,serve]'" in run
+    assert run.endswith("--extra-index-url https://download.pytorch.org/whl/cpu")
+    assert "gcc" in only("cpu", "RUN", "apt-get install").split()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("replaced", [False, True])
 def test_a_replaced_torch_fails_the_build(kind: str, replaced: bool, tmp_path: Path) -> None:
@@ -125,12 +148,14 @@ def test_the_build_gets_all_that_the_package_is_made_of() -> None:
             assert not [pattern for pattern in patterns if fnmatch.fnmatch(part, pattern)], path
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", IMAGES)
 def test_containers_keep_recipes_and_run_as_a_user_who_may_write_where_it_has_to(kind: str) -> None:
     assert only(kind, "USER") == "1000:1000"
     assert "-m 1777 /cache /out" in only(kind, "RUN", "install -d")
     assert "HOME=/cache USER=lantern" in only(kind, "ENV", "HOME")  # of a user without a name
     assert "XDG_CACHE_HOME=/cache" in only(kind, "ENV")
+    if kind not in KINDS:
+        return
     for line in ('user: "${UID:-1000}:${GID:-1000}"', "no-new-privileges:true", "- cache:/cache\n"):
         assert line in compose(kind)
     assert compose(kind).count("cap_drop: [ALL]\n") == 1

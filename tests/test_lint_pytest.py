@@ -82,7 +82,7 @@ def test_lint_of_a_suite_judges_each_test_by_itself(suite: Path) -> None:
 @pytest.mark.slow
 def test_the_emulators_wheel_works_without_the_product(suite: Path, tmp_path: Path) -> None:
     programs = environment(sys.executable, tmp_path / "venv")
-    wheel = build(tmp_path, "gaudi_emulator")
+    wheel = build(tmp_path, part="gaudi_emulator")
     run([programs / "python", "-m", "pip", "install", "--no-deps", "--no-index", wheel])
     (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
     for package in Path(sysconfig.get_paths()["purelib"]).iterdir():  # torch and pytest, from here

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
 import sys
 import sysconfig
 import zipfile
@@ -14,7 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from lantern_hpu.files import VERSION
-from scripts.release.wheel import build, environment, run, try_wheel
+from scripts.release.wheel import KINDS, build, environment, run, try_wheel
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -45,10 +47,21 @@ def wheel(wheel_file: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_wheel_draws_serves_and_stops(wheel_file: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_released_draws_serves_and_stops(
+    kind: str, wheel_file: Path, tmp_path: Path
+) -> None:
     """Without a network: its libraries are those of this environment, whose own copy of the package comes after."""
     programs = environment(sys.executable, tmp_path)
-    run([programs / "python", "-m", "pip", "install", "--no-deps", wheel_file])
+    file = wheel_file if kind == "native" else build(tmp_path, kind)
+    if kind == "sdist":
+        pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
+        run([*pip, "--wheel-dir", tmp_path, file])
+        (file,) = tmp_path.glob(KINDS["native"])
+    with zipfile.ZipFile(wheel_file) as native, zipfile.ZipFile(file) as archive:
+        missing = set(native.namelist()) ^ set(archive.namelist())
+    assert [Path(name).suffix for name in missing] == ([".so"] if kind == "pure" else [])
+    run([programs / "python", "-m", "pip", "install", "--no-deps", file])
     (site,) = tmp_path.glob("lib/python*/site-packages")
     (site / "shared.pth").write_text(sysconfig.get_paths()["purelib"])
     where = run(
@@ -57,6 +70,15 @@ def test_the_wheel_draws_serves_and_stops(wheel_file: Path, tmp_path: Path) -> N
     assert where.startswith(str(site))
     made = try_wheel(programs, tmp_path)
     assert made["bytes_served"] > 1000 and made["seconds_to_stop"] < 60
+
+
+@pytest.mark.slow
+def test_one_wheel_is_for_every_cpython(wheel_file: Path) -> None:
+    """Of the stable ABI, and without a symbol of Python's."""
+    assert "-cp310-abi3-" in wheel_file.name
+    with zipfile.ZipFile(wheel_file) as archive:
+        (decoder,) = [name for name in archive.namelist() if name.endswith(".so")]
+        assert decoder.endswith("_decoder.abi3.so") and b"Py_" not in archive.read(decoder)
 
 
 @pytest.mark.slow
@@ -142,7 +164,10 @@ def test_constraints_parse_and_cover_the_requirements(project: dict[str, Any]) -
     pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
     for pin in pins:
         assert [bound.operator for bound in pin.specifier] == ["=="], pin
-    for version in ("3.10", "3.11", "3.12", "3.13"):
+    listed = project["project"]["classifiers"]
+    versions = [line.split()[-1] for line in listed if " :: 3." in line]
+    assert versions == ["3.10", "3.11", "3.12", "3.13", "3.14"]
+    for version in versions:
         here = {"python_version": version}
         names = [
             p.name.lower().replace("_", "-")
@@ -159,6 +184,27 @@ def test_constraints_parse_and_cover_the_requirements(project: dict[str, Any]) -
         cuda = {"platform_system": "Linux"}  # the extra's wheels are for Linux alone
         wanted = {r.name for r in asked if not r.marker or r.marker.evaluate(here | cuda)}
         assert wanted - {"lantern-hpu"} <= set(names), version
+
+
+def test_a_release_has_the_addresses_of_its_repository(tmp_path: Path) -> None:
+    """The workflow's step writes them: the repository has no address of its own."""
+    yaml = pytest.importorskip("yaml")
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())
+    steps = workflow["jobs"]["build"]["steps"]
+    (script,) = [step["run"] for step in steps if "addresses" in step.get("name", "")]
+    files = ("pyproject.toml", "comfyui/pyproject.toml")
+    (tmp_path / "comfyui").mkdir()
+    for name in files:
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    names = {"GITHUB_REPOSITORY": "someone/lantern", "GITHUB_REF_NAME": "v1"}
+    bash = ["bash", "-euo", "pipefail", "-c", script]
+    subprocess.run(bash, cwd=tmp_path, env={**os.environ, **names}, check=True)
+    for name in files:
+        before, after = (tomllib.loads((top / name).read_text()) for top in (ROOT, tmp_path))
+        urls = after["project"].pop("urls")
+        assert urls["Repository"] == "https://github.com/someone/lantern"
+        before["project"].pop("urls", None)
+        assert after == before
 
 
 def test_commands_are_installed_under_their_names(project: dict[str, Any]) -> None:

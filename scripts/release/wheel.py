@@ -1,8 +1,9 @@
-"""The wheel as a user has it: in a clean environment it draws, serves an image over HTTP, and stops on SIGINT.
+"""A release as users have it: in a clean environment each file draws, serves an image over HTTP, and stops on SIGINT.
 
-    python -m scripts.release.wheel --python python3.10 --python python3.13
+    python -m scripts.release.wheel --python python3.10 --python python3.13 --dist dist
 
-builds it, and tries it with each Python: a line of JSON each. Where the package index has torch for NVIDIA cards,
+builds the wheel of this machine, the one without a native decoder for all others, and the source archive, and tries
+each with each Python: a line of JSON each. Where the package index has torch for NVIDIA cards,
 `PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu` brings a smaller one.
 """
 
@@ -12,6 +13,7 @@ import argparse
 import base64
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,6 +22,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,28 +33,29 @@ from scripts.serving import PATIENCE, serving
 SKIPPED = (".*", "data", "out", "build", "dist", "*.egg-info", "__pycache__")
 PROMPT = "a red apple"
 PNG = b"\x89PNG"
+# What a release has: the native decoder, one wheel for all CPythons; no decoder, for other machines; the source
+KINDS = {"native": "*-abi3-*.whl", "pure": "*-none-any.whl", "sdist": "*.tar.gz"}
+COMPILED = re.compile(r"^\[\[tool\.setuptools\.ext-modules\]\]\n(?:.+\n)+", re.MULTILINE)
 ABOUT = "import json, platform, torch; print(json.dumps([platform.python_version(), torch.__version__]))"
 
 
-def build(out: Path, part: str = "") -> Path:
-    """A wheel, built from a copy so that no stale build folder takes part; of a folder that is a project by itself."""
+def build(out: Path, kind: str = "native", part: str = "") -> Path:
+    """A file of a release, built from a copy so that no stale build folder takes part.
+
+    Args:
+        kind: of KINDS. part: a folder that is a project by itself.
+    """
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "copy"
         shutil.copytree(ROOT, copy, symlinks=True, ignore=shutil.ignore_patterns(*SKIPPED))
-        run(
-            [
-                sys.executable,
-                "-m",
-                "build",
-                "--wheel",
-                "--no-isolation",
-                "--outdir",
-                out,
-                copy / part,
-            ]
-        )
-    (wheel,) = out.glob("*.whl")
-    return wheel
+        if kind == "pure":
+            project = copy / "pyproject.toml"
+            project.write_text(COMPILED.sub("", project.read_text()))
+        made = "--sdist" if kind == "sdist" else "--wheel"
+        command = [sys.executable, "-m", "build", made, "--no-isolation", "--outdir"]
+        run([*command, out, copy / part])
+    (file,) = out.glob("*.whl" if part else KINDS[kind])
+    return file
 
 
 def run(command: Sequence[str | Path], folder: Path | None = None) -> str:
@@ -113,21 +117,27 @@ def ask(url: str) -> bytes:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser("wheel", description="Build the wheel, and try it.")
+    parser = argparse.ArgumentParser("wheel", description="Build what a release has, and try it.")
     parser.add_argument(
         "--python", action="append", help="an interpreter; may be repeated (this one)"
     )
-    parser.add_argument("--wheel", type=Path, help="a wheel that is built already")
+    parser.add_argument("--wheel", type=Path, help="a file that is built already, in place of all")
+    parser.add_argument("--dist", type=Path, help="a folder that keeps the files")
     args = parser.parse_args()
 
     def command() -> None:
         with tempfile.TemporaryDirectory() as name:
-            wheel = args.wheel.resolve() if args.wheel else build(Path(name))
-            for number, python in enumerate(args.python or [sys.executable]):
+            kept = (args.dist or Path(name)).resolve()
+            kept.mkdir(exist_ok=True)
+            files = [args.wheel.resolve()] if args.wheel else [build(kept, kind) for kind in KINDS]
+            for number, (file, python) in enumerate(
+                product(files, args.python or [sys.executable])
+            ):
                 folder = Path(name) / str(number)
                 programs = environment(python, folder)
-                run([programs / "python", "-m", "pip", "install", f"{wheel}[serve]"])
-                print(json.dumps(try_wheel(programs, folder)), flush=True)
+                run([programs / "python", "-m", "pip", "install", f"{file}[serve]"])
+                tried = {"file": file.name, "mb": round(file.stat().st_size / 1e6, 1)}
+                print(json.dumps(tried | try_wheel(programs, folder)), flush=True)
 
     return exit_code(command)
 

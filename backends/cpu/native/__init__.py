@@ -83,7 +83,9 @@ def open_library() -> tuple[ctypes.CDLL | None, str]:
     """The library, or None, and why: the instruction set in use, or what is missing."""
     if (sys.platform, platform.machine()) != BUILT_FOR:
         return None, "the native decoder is for Linux on x86-64"
-    files = sorted(Path(__file__).parent.glob("_decoder*.so"))
+    files = sorted(
+        Path(__file__).parent.glob("_decoder*.so"), key=lambda file: file.stat().st_mtime
+    )
     if not files:
         return None, f"the native decoder was not built (no C compiler?); {BUILD} builds it"
     try:
