@@ -110,7 +110,7 @@ def test_no_class_is_large() -> None:
 
 
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
-OTHER_PROGRAMS = ("pip install ", "ray start ")  # whose options may be named
+OTHER_PROGRAMS = ("docker run ", "pip install ", "ray start ")  # whose options may be named
 
 
 def test_options_are_spelled_where_the_command_line_is() -> None:

@@ -15,8 +15,8 @@ import torch
 
 from lantern_hpu.backends.base import Backend, get_backend
 from lantern_hpu.core import Request
+from lantern_hpu.decode.accelerators import Rates
 from lantern_hpu.decode.engine import Engine
-from lantern_hpu.decode.requirements import Rates
 from lantern_hpu.errors import DeviceError, OptionError
 from lantern_hpu.methods import tuned_trees
 from lantern_hpu.methods.setting import Setting

@@ -326,6 +326,21 @@ def test_device_nodes_are_found_and_control_nodes_are_not_counted(tmp_path: Path
     assert not found("device nodes").ok
 
 
+@pytest.mark.parametrize("closed", ["accel/accel0", "accel"])
+def test_device_nodes_that_the_user_may_not_open_name_their_group(
+    monkeypatch: Patch, tmp_path: Path, closed: str
+) -> None:
+    node = tmp_path / "dev" / "accel" / "accel0"
+    node.parent.mkdir(parents=True)
+    node.touch()
+    assert found("device nodes").ok
+    shut = tmp_path / "dev" / closed
+    monkeypatch.setattr("os.access", lambda path, mode: not Path(path).is_relative_to(shut))
+    shown = found("device nodes")
+    group = f"docker run --group-add {shut.stat().st_gid} gives it, or run as root"
+    assert not shown.ok and shown.detail == f"no permission to use {shut}: {group}"
+
+
 @pytest.mark.parametrize(
     ("plugin", "driver", "ok", "detail"),
     [

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lantern_hpu.backends.cuda.forms import CUBLAS, Card, Forms, install
-from lantern_hpu.decode.requirements import Rates, accelerators, find_model
+from lantern_hpu.decode.accelerators import Rates, accelerators
+from lantern_hpu.decode.requirements import find_model
 from lantern_hpu.models.files.names import PartOverrides
 from lantern_hpu.models.transformer import Drafter
 from lantern_lab.measure.floors import StepPasses, launches, projected

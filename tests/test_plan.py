@@ -17,7 +17,8 @@ from lantern_hpu.backends import host
 from lantern_hpu.backends.cpu import native
 from lantern_hpu.commands import download, generate, plan
 from lantern_hpu.decode import memory
-from lantern_hpu.decode.requirements import accelerators, find_model, parse_memory
+from lantern_hpu.decode.accelerators import accelerators
+from lantern_hpu.decode.requirements import find_model, parse_memory
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.decode.state import walk_tensors
 from lantern_hpu.errors import DeviceError, OptionError

@@ -492,12 +492,18 @@ def find_torch() -> Finding:
 
 
 def find_nodes() -> Finding:
-    nodes = sorted([*DEV.glob("accel/accel[0-9]*"), *DEV.glob("hl[0-9]*")])
+    """Whether this user may open the cards' device nodes; the vendor's own examples run as root."""
+    folder = DEV / "accel"
+    nodes = sorted([*folder.glob("accel[0-9]*"), *DEV.glob("hl[0-9]*")])
+    closed = [node for node in nodes if not os.access(node, os.R_OK | os.W_OK)]
+    if folder.exists() and not os.access(folder, os.R_OK | os.X_OK):
+        closed = [folder]
+    if closed:
+        remedy = f"docker run --group-add {closed[0].stat().st_gid}"
+        which = ", ".join(map(str, closed))
+        return False, f"no permission to use {which}: {remedy} gives it, or run as root"
     if not nodes:
         return False, f"none in {DEV} (a container needs the runtime habana)"
-    closed = [str(node) for node in nodes if not os.access(node, os.R_OK | os.W_OK)]
-    if closed:
-        return False, f"no permission to use {', '.join(closed)}"
     return True, ", ".join(map(str, nodes))
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lantern_hpu import __version__
-from lantern_hpu.backends import LARGE_PARAMETERS, DeviceOptions, host, is_host, prepare
+from lantern_hpu.backends import DeviceOptions, host, is_host, prepare
 from lantern_hpu.commands import options
 from lantern_hpu.core import Request, Sampling, check_prompt, check_text, size_of
 from lantern_hpu.decode.spec import batch_size_for
@@ -36,7 +36,7 @@ from lantern_hpu.errors import (
     words,
 )
 from lantern_hpu.fields import IMAGE_PARAMS, MAX_IMAGES, check_seed, given_params, only
-from lantern_hpu.files import ASSETS, clear_temporary, reading, some_of
+from lantern_hpu.files import clear_temporary, some_of
 from lantern_hpu.methods.setting import AUTO, WINDOWS, Resolved, Setting, lacks_drafter
 from lantern_hpu.models.files.names import PartOverrides
 from lantern_hpu.models.text.frames import check_sources, no_negative, takes_negative
@@ -363,8 +363,6 @@ def draw(args: argparse.Namespace) -> GenerationResult | None:
             show_decided(pipeline, "threads")
         result.timing.import_s = imported
         show_warm_up(result)
-        if job.slots == 1:
-            show_gain(pipeline, setting)
         several = 1 < (args.num_images or 1) < len(result.images)
         if result.drawn:
             save_outputs(result, outputs, args.num_images if several else 1, args.force)
@@ -603,22 +601,6 @@ def busy_note(pipeline: LanternPipeline) -> str:
     if not pipeline.backend.is_host or pipeline.options.threads or not host.is_busy():
         return ""
     return f"load {host.load():.0f} on {os.cpu_count()} cores: --threads 1 is faster now"
-
-
-def show_gain(pipeline: LanternPipeline, setting: Resolved) -> None:
-    """Where a small model draws fastest without drafts: what speculation gained at a large one's sizes."""
-    small = pipeline.model.config.target.parameters < LARGE_PARAMETERS
-    if setting.drafts or not setting.why or not small:
-        return
-    with reading(ASSETS / "accelerators.json") as data:
-        cards = [card for card in data["accelerators"] if card["device"] == pipeline.backend.name]
-    for card in cards:
-        if large := card.get("large"):
-            gain = f"{large['setting']} draws {large['speed']:.1f} times as fast ({card['title']})"
-            print(
-                f"note: {setting} is the fastest at this size; at LlamaGen-XL's sizes {gain}: lantern-hpu race",
-                file=sys.stderr,
-            )
 
 
 def summary(result: GenerationResult, output: str | Path) -> str:

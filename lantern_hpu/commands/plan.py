@@ -22,11 +22,12 @@ from lantern_hpu.errors import OptionError, as_option, exit_code, listed, shell,
 from lantern_hpu.files import amount
 from lantern_hpu.methods.setting import AUTO, METHODS
 from lantern_hpu.models.files.names import PartOverrides
-from lantern_hpu.results.tables import WIDTH, Table, aligned, figure
+from lantern_hpu.results.tables import WIDTH, Table, aligned, between, figure
 from lantern_hpu.serve.options import DEFAULT
 from lantern_hpu.zoo.registry import entries
 
 if TYPE_CHECKING:
+    from lantern_hpu.decode.accelerators import Accelerator
     from lantern_hpu.decode.memory import DeviceMemory, Setup
     from lantern_hpu.decode.requirements import Counted
     from lantern_hpu.models.config import ModelConfig
@@ -107,7 +108,22 @@ def facts(model: ModelConfig, setup: Setup, device: DeviceMemory) -> Facts:
         "memory": memory,
         "memory_from": device.where,
         "fits": fits,
+        "projected_ms": projected_steps(model, setup, device.card),
     }
+
+
+def projected_steps(
+    model: ModelConfig, setup: Setup, card: Accelerator | None
+) -> dict[str, tuple[float, float]]:
+    """Milliseconds of a step of `ar` and with the tree, from and to; empty where no speeds are published."""
+    from lantern_hpu.decode.accelerators import projected_ms
+    from lantern_hpu.tree import DraftTree
+
+    spec = setup.spec
+    if card is None or card.speeds is None or spec.images > 1 or setup.dtype != "bfloat16":
+        return {}
+    trees = {"ar": DraftTree.root_only()} | ({spec.tree.name: spec.tree} if spec.tree.depth else {})
+    return {name: projected_ms(card, model, tree, spec.rows) for name, tree in trees.items()}
 
 
 def plan_report(name: str, model: ModelConfig, setup: Setup, device: DeviceMemory) -> Iterator[str]:
@@ -130,6 +146,9 @@ def plan_report(name: str, model: ModelConfig, setup: Setup, device: DeviceMemor
         yield f"  {label:<{width}}  {amount(count):>9}" + ")" * label.startswith("(")
     if model.lacks_text:
         yield "  the text encoder is not here and not counted: --text-encoder FOLDER"
+    steps = [f"{tree} {between(ms)} ms" for tree, ms in found["projected_ms"].items()]
+    if steps:
+        yield f"  a step, projected and not measured: {', '.join(steps)}"
     if device.memory is None:
         yield from (spelled(device.where, as_option), NAME_MEMORY)
         return
@@ -176,19 +195,13 @@ def serve_report(
 
 def plan_row(name: str, where: str, memory: str | None, options: Facts) -> Facts:
     """A known model on a device: its memory, and the least time of a step where the card's rates are known."""
-    from lantern_hpu.decode.requirements import (
-        Rates,
-        accelerators,
-        find_device,
-        find_model,
-        least_seconds,
-        setup_of,
-    )
+    from lantern_hpu.decode.accelerators import Rates, least_seconds
+    from lantern_hpu.decode.requirements import find_device, find_model, setup_of
 
     model = find_model(name, PartOverrides())
     device = find_device(where, memory, model, options["quantize"])
     setup = setup_of(model, device, **options)
-    card = accelerators().get(where) or accelerators().get(device.name)
+    card = device.card
     least = None
     if card is not None:
         rates = Rates(card.bandwidth, card.rate, setup.bytes, 1 if setup.quantize else None)
@@ -205,7 +218,7 @@ def plan_row(name: str, where: str, memory: str | None, options: Facts) -> Facts
 
 def plan_table(rows: Sequence[Facts]) -> str:
     """Of all models, and what its columns mean."""
-    from lantern_hpu.decode.requirements import accelerators
+    from lantern_hpu.decode.accelerators import accelerators
 
     columns = {
         "model": lambda row: row["model"],

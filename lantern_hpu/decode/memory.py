@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lantern_hpu.backends import ACCELERATOR, BYTES, QUANTIZED, DeviceOptions, DraftingDefaults
 from lantern_hpu.backends.base import Backend, DevicePlan, dtype_name
+from lantern_hpu.decode.accelerators import Accelerator
 from lantern_hpu.decode.spec import Spec, capacity
 from lantern_hpu.decode.state import DecodeState, PrefillInput, walk_tensors
 from lantern_hpu.decode.step import make_drafting
@@ -229,6 +230,7 @@ class DeviceMemory:
     drafting: DraftingDefaults = ACCELERATOR
     shares_pool: bool = False  # see `Backend`
     name: str = ""
+    card: Accelerator | None = None  # that it is, where that is known
 
 
 def remedies(model: ModelConfig, setup: Setup, device: DeviceMemory) -> Iterator[tuple[Words, int]]:

@@ -9,11 +9,10 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import NamedTuple
 
 from lantern_hpu.backends import BACKENDS, BYTES, QUANTIZED
 from lantern_hpu.backends.base import get_backend, load_backend
+from lantern_hpu.decode.accelerators import accelerators
 from lantern_hpu.decode.memory import (
     DeviceMemory,
     Setup,
@@ -24,13 +23,11 @@ from lantern_hpu.decode.memory import (
 )
 from lantern_hpu.decode.spec import Spec, rounded_up
 from lantern_hpu.errors import DeviceError, OptionError, choices, require, words
-from lantern_hpu.files import ASSETS, reading
 from lantern_hpu.methods.setting import AUTO, ResolveContext, Setting
 from lantern_hpu.methods.setting import resolve as resolve_setting
 from lantern_hpu.models.config import ModelConfig
 from lantern_hpu.models.files.load import open_model
 from lantern_hpu.models.files.names import PartOverrides, given_path
-from lantern_hpu.models.model import EmptyModel
 from lantern_hpu.zoo.find import Located, find_parts
 from lantern_hpu.zoo.registry import get
 
@@ -53,35 +50,6 @@ def find_model(name: str, given: PartOverrides) -> Counted:
     entry = get(name, "a folder or a weights file")
     guided = entry.sampling["cfg_scale"] != 1
     return Counted(entry.config, Located(entry).get("drafter") is not None, guided)
-
-
-class Accelerator(NamedTuple):
-    """A card of which figures are known.
-
-    Attributes:
-        device: what runs it. memory: in bytes; None: that of the machine.
-        bandwidth, rate: bytes and operations a second. source: of these figures.
-        measured: reports in benchmarks/results by model, whose steps were measured on it.
-        copied: bytes a second that were measured. launch: seconds of a captured kernel besides its bytes, by a fit.
-    """
-
-    name: str
-    title: str
-    device: str
-    memory: float | None
-    bandwidth: float
-    rate: float
-    source: str
-    measured: dict[str, str] = {}
-    copied: float | None = None
-    launch: float | None = None
-
-
-@cache
-def accelerators() -> dict[str, Accelerator]:
-    """The known ones by name."""
-    with reading(ASSETS / "accelerators.json", "install the package again") as data:
-        return {each["name"]: Accelerator(**each) for each in data["accelerators"]}
 
 
 def parse_memory(text: str) -> int:
@@ -130,6 +98,7 @@ def find_device(
         drafting=backend.drafting_defaults(parameters, quantize or model.quantize),
         shares_pool=backend.shares_pool,
         name=backend.name,
+        card=card or accelerators().get(backend.name),
     )
 
 
@@ -187,40 +156,3 @@ def server_bytes(
     return summed(weights(model.config, setup) + text) + sum(
         engine_bytes(model.config, [*specs], *how)
     )
-
-
-# ------------------------------------------------------------------------------------ least times
-
-
-class Rates(NamedTuple):
-    """What a device can do in one number format."""
-
-    bandwidth: float  # bytes a second
-    rate: float  # operations a second
-    number_bytes: int = 2  # of the format: bfloat16
-    weight_bytes: int | None = None  # of a number in a matrix, where it is not kept in that format
-
-
-def least_seconds(
-    model: ModelConfig, rates: Rates, rows: int, tokens: int, logits: int, drafter: bool = False
-) -> tuple[float, float]:
-    """Least seconds to read what a pass needs, and to multiply it: a bound of any implementation, not a timing.
-
-    A pass of the target or the drafter reads each weight once, and the keys and values of the committed positions as
-    there are in the middle of an image; it multiplies each weight with each token. The longer of the two is its bound.
-
-    Args:
-        rows: with guidance, two an image. tokens: of a row in this pass. logits: of these, how many the head is over.
-    """
-    config, empty = model.target, EmptyModel.of(model)
-    context = config.prefix + config.tokens / 2
-    layers = 1 if drafter else config.layers
-    parameters = empty.drafting if drafter else empty.body
-    head = empty.head if logits else 0
-    cached = rows * context * layers * 2 * config.kv_width
-    # A multiplication with its addition counts as two
-    matrices = 2 * (tokens * parameters + logits * head)
-    attention = 4 * tokens * context * layers * config.width
-    weights_read = (parameters + head) * (rates.weight_bytes or rates.number_bytes)
-    read = weights_read + cached * rates.number_bytes
-    return read / rates.bandwidth, rows * (matrices + attention) / rates.rate

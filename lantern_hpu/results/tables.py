@@ -58,5 +58,11 @@ def ratio(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
 
 
+def between(ends: Sequence[float]) -> str:
+    """Of a projected figure, from and to."""
+    first, last = ends
+    return f"{first:.1f} to {last:.1f}"
+
+
 def percent(share: float | None) -> str:
     return "" if share is None else f"{100 * share:.0f} %"

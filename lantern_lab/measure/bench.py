@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from lantern_hpu.backends.host import processor_name
-from lantern_hpu.decode.requirements import Rates
+from lantern_hpu.decode.accelerators import Rates, accelerators, projected_ms
 from lantern_hpu.errors import Arg, DeviceError, as_option, spelled, words
 from lantern_hpu.methods.setting import AUTO
 from lantern_hpu.pipeline import LanternPipeline
@@ -250,7 +250,19 @@ def step_figures(meter: Meter, rates: Rates) -> dict[str, Any]:
         "verify_floor_ms": 1000 * least.verify,
         "verify_floor_ratio": 1000 * least.verify / parts["verify"],
         "floor_bound": least.bound,
+        "projected_ms": projected_step(meter),
     }
+
+
+def projected_step(meter: Meter) -> tuple[float, float] | None:
+    """Of recorded steps of one image on a card whose speed is projected; an emulated card has another name."""
+    model = meter.pipeline.model
+    case = meter.case
+    card = accelerators().get(str(meter.pipeline.backend.describe().get("card")).lower())
+    like_published = case.batch == 1 and model.target.dtype == torch.bfloat16
+    if card is None or card.speeds is None or case.graphs == EAGER or not like_published:
+        return None
+    return projected_ms(card, model.config, case.setting.tree, meter.engine.spec.rows)
 
 
 # ------------------------------------------------------------------------------------ what else a report says

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 from typing import NamedTuple
 
-from lantern_hpu.decode.requirements import Rates, accelerators, least_seconds
+from lantern_hpu.decode.accelerators import Rates, accelerators, least_seconds
 from lantern_hpu.models.config import ModelConfig, TransformerConfig
 from lantern_hpu.models.model import EmptyModel
 from lantern_hpu.results.tables import markdown

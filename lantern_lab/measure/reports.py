@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lantern_hpu.errors import Arg, OptionError, shell, words
 from lantern_hpu.files import reading, write_file
-from lantern_lab.measure.rows import IDENTITY, SPEED, Row, speed_tables
+from lantern_lab.measure.rows import IDENTITY, NEWER, SPEED, Row, speed_tables
 
 if TYPE_CHECKING:
     from lantern_hpu.pipeline import LanternPipeline
@@ -77,8 +77,7 @@ def damage_of(report: Report) -> str:
         if not report["rows"]:
             return "it has no rows"
         for number, row in enumerate(report["rows"]):
-            newer = {"tv_per_token": None}
-            if missing := [name for name in (*IDENTITY, *SPEED) if name not in newer | row]:
+            if missing := [name for name in (*IDENTITY, *SPEED) if name not in NEWER | row]:
                 return f"rows[{number}] lacks {missing[0]}"
         speed_tables(report)
         return ""

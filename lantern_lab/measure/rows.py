@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from lantern_hpu.methods.relaxation import PRESETS, read_relaxation
 from lantern_hpu.methods.setting import METHODS, Resolved
-from lantern_hpu.results.tables import WIDTH, Columns, Table, figure, percent, ratio
+from lantern_hpu.results.tables import WIDTH, Columns, Table, between, figure, percent, ratio
 
 EAGER = "eager"
 PARTS = ("draft", "tables", "verify", "accept", "commit", "host")  # of a step
@@ -20,6 +20,7 @@ LEAST_STEP = 0.85
 MOST_STEP = 1.5  # and at most this many times as many steps of `ar` as it has tokens
 MOST_SPREAD = 1.5  # the median of equal steps over the fastest, where nothing else runs
 
+NEWER = {"tv_per_token": None, "projected_ms": None}  # what reports of earlier programs lack
 # Figures of `bench` by name, with what each means: seconds, bytes and counts; ms where a name says so
 SPEED = {
     "images": "timed images",
@@ -52,6 +53,7 @@ SPEED = {
     "verify_floor_ms": "the same of the target's pass",
     "verify_floor_ratio": "of the eager split's verify",
     "floor_bound": "bandwidth or arithmetic",
+    "projected_ms": "of a step, from and to, by speeds published of other models on this card; null without",
     "host_reads": "of the timed batches",
     "host_reads_per_image": "their mean",
     "graph_replays": "of the timed batches",
@@ -103,7 +105,7 @@ class Row:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Row:
         """What `as_json` wrote; `projected` of earlier programs is left out."""
-        known = {"tv_per_token": None, **values}
+        known = {**NEWER, **values}
         figures = {n: known[n] for n in known if n not in (*IDENTITY, "projected")}
         return cls(**{name: known[name] for name in IDENTITY}, figures=figures)
 
@@ -229,6 +231,16 @@ def split_table(rows: Iterable[Row]) -> str:
     return Table.of(columns, {row.draft: row for row in rows}.values()).markdown()
 
 
+def projected_line(rows: Iterable[Row]) -> str:
+    """Measured steps against projected ones; empty where none are projected."""
+    steps = [
+        f"{row.name} {row.tree} {row['ms_per_step']:.2f} against {between(row['projected_ms'])}"
+        for row in rows
+        if row["projected_ms"]
+    ]
+    return f"measured against projected ms a step: {'; '.join(steps)}" if steps else ""
+
+
 def reference_line(report: Mapping[str, Any]) -> str:
     """The model, and the device's measured rates."""
     rates = report["rates"]
@@ -245,5 +257,6 @@ def speed_tables(report: Mapping[str, Any]) -> str:
     notes = "\n".join(f"note: {note}" for note in report["notes"])
     shown = Table.of({**NAMES, **FIGURES}, rows).markdown()
     legend = "\n".join(wrap(LEGEND, WIDTH, break_on_hyphens=False))
-    parts = [reference_line(report), shown, legend, square_table(rows), split_table(rows), notes]
+    tables = [shown, legend, square_table(rows), split_table(rows)]
+    parts = [reference_line(report), *tables, projected_line(rows), notes]
     return "\n\n".join(part for part in parts if part)
