@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,21 +20,24 @@ from lantern_hpu.decode.accelerators import Rates
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.errors import DeviceError, OptionError
 from lantern_hpu.methods import tuned_trees
-from lantern_hpu.methods.setting import Setting
+from lantern_hpu.methods.setting import Resolved, Setting
 from lantern_hpu.models.config import ConditionConfig, DrafterConfig, ModelConfig, TransformerConfig
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.progress import ProgressBar
 from lantern_hpu.tree import DraftTree, DynamicTree, load_static, load_tree
+from lantern_hpu.zoo.registry import entries
 from lantern_lab.commands import bench
 from lantern_lab.measure import bench as run_bench
 from lantern_lab.measure import floors
 from lantern_lab.measure import meter as metering
 from lantern_lab.measure import options as measuring
+from lantern_lab.measure.bench import projected_step
 from lantern_lab.measure.floors import Floor, Pass, StepPasses, floor, sizes
 from lantern_lab.measure.meter import Meter
 from lantern_lab.measure.options import LARGE, BenchRequest, cases_of, measurable_modes
 from lantern_lab.measure.reports import KIND, VERSION, check_report, damage_of, read_report
 from lantern_lab.measure.rows import PARTS, SPEED, Case, Row, speed_tables, with_speeds
+from tests.emulated import emulated
 
 Report = dict[str, Any]
 ROOT = Path(__file__).parent.parent
@@ -118,6 +122,7 @@ def test_promise_a_report_is_a_square_of_rows_whose_figures_hang_together(report
             assert row[f"speed_against_{column}"] == pytest.approx(
                 other["seconds_per_image"] / seconds
             )
+        assert row["projected_ms"] is None
         (alone,) = with_speeds([Row.from_json(row)])
         assert (alone["speed_against_ar"] is None) == (row["method"] != "ar")
         assert Row.from_json(row | {"projected": []}).as_json() == row  # of earlier programs
@@ -368,6 +373,35 @@ def test_floors_in_the_docs_are_those_of_the_script() -> None:
     page = (ROOT / "docs" / "performance.md").read_text()
     for name in floors.MODELS:
         assert floors.table(name) in page
+    assert floors.projected_table() in page
+
+
+def test_promise_measured_steps_of_a_gaudi_2_stand_beside_projected_ones_and_emulated_steps_do_not(
+    model: Path, report: Report
+) -> None:
+    with emulated(model) as (pipeline, _):
+        emulated_card = pipeline.backend.describe()["card"]
+    config = entries()["llamagen-t2i-256"].config
+
+    def projected(card: object, graphs: str, batch: int, dtype: torch.dtype) -> object:
+        meter: Any = SimpleNamespace(pipeline=SimpleNamespace(), engine=SimpleNamespace())
+        meter.pipeline.backend = SimpleNamespace(describe=lambda: {"card": card})
+        meter.pipeline.model = SimpleNamespace(config=config, target=SimpleNamespace(dtype=dtype))
+        meter.engine.spec = SimpleNamespace(rows=2)
+        meter.case = Case(Resolved("ar"), graphs, batch)
+        return projected_step(meter)
+
+    usual = ("GAUDI2", "hpu_graph", 1, torch.bfloat16)
+    assert projected(*usual) == pytest.approx((2.337, 2.638), abs=1e-3)
+    others: list[Any] = [(card, *usual[1:]) for card in (emulated_card, "GAUDI3", "H200", None)]
+    others += [(*usual[:1], "eager", *usual[2:]), (*usual[:2], 2, *usual[3:])]
+    for other in (*others, (*usual[:3], torch.float32)):
+        assert projected(*other) is None
+    assert "projected" not in speed_tables(report)
+    first, *rest = report["rows"]
+    row = first | {"ms_per_step": 2.5, "projected_ms": [2.337, 2.638]}
+    said = "measured against projected ms a step: ar root 2.50 against 2.3 to 2.6"
+    assert said in speed_tables(report | {"rows": [row, *rest]}).splitlines()
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ def row_of(method: str, graphs: str, batch: int, scale: float) -> Row:
         "p95_seconds_per_image": seconds * 1.2,
         "speed_against_ar": tokens / 4,
         "tv_per_token": None,
+        "projected_ms": None,
     }
     relaxation = Multiplicative(10, lam=5.0).as_json()
     return Row(method, TREES[method], relaxation, graphs, batch, figures)

@@ -298,6 +298,15 @@ def test_cuda_drafts_as_was_measured_fastest_on_a_card() -> None:
     assert resolved("eagle")[1] == resolved("lantern++")[1] == "naive_extend_57"
 
 
+def test_gaudi_drafts_as_its_projected_steps_have_it() -> None:
+    here = replace(HERE, defaults=load_backend("hpu").drafting_defaults(10**9))
+    assert resolved("auto", here)[:2] == ("scd", "scd:24")
+    assert resolved("jacobi", here)[1] == "jacobi:24"
+    assert resolved("sjd-pac", here)[1] == "sjd-pac:24:3x3"
+    assert resolved("scd@16", here)[1] == "scd:16"
+    assert resolved("eagle", here)[1] == resolved("lantern++", here)[1] == "mc_sim_7b_63"
+
+
 SIZE = "fastest here for a model of this size"
 DEVICE = "default on this device"
 MEASURED = "fastest with this model when it was packaged"

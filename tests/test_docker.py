@@ -117,7 +117,7 @@ def test_a_replaced_torch_fails_the_build(kind: str, replaced: bool, tmp_path: P
 
 def test_gaudi_containers_get_what_they_need() -> None:
     text = compose("hpu")
-    for line in ("runtime: habana", "ipc: host", "cap_add: [SYS_NICE] "):
+    for line in ("runtime: habana", "ipc: host", 'group_add: ["${CARD_GROUP:-1000}"] '):
         assert f" {line}" in text
     assert "HABANA_VISIBLE_DEVICES: ${HABANA_VISIBLE_DEVICES:-0}" in text  # one card, not `all`
     assert "OMPI_MCA_btl_vader_single_copy_mechanism=none" in only("hpu", "ENV")
@@ -166,7 +166,7 @@ def test_containers_keep_recipes_and_run_as_a_user_who_may_write_where_it_has_to
 
 def test_a_pod_has_what_gaudi_needs_and_no_more_rights() -> None:
     started, container = pod()
-    assert cluster().count("hugepages-2Mi: 11876Mi") == 2
+    assert cluster().count("hugepages-2Mi: 95000Mi") == 2
     assert "persistentVolumeClaim: { claimName: lantern-cache }" in cluster()
     probe = container["startupProbe"]
     assert probe["periodSeconds"] * probe["failureThreshold"] == 20 * 60  # as the guide says
@@ -175,7 +175,7 @@ def test_a_pod_has_what_gaudi_needs_and_no_more_rights() -> None:
     # Or no cache is used
     assert started["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch"
     held = container["securityContext"]
-    assert held["capabilities"] == {"drop": ["ALL"], "add": ["SYS_NICE"]}
+    assert held["capabilities"] == {"drop": ["ALL"]}
     assert held["readOnlyRootFilesystem"] and not held["allowPrivilegeEscalation"]
     key, *_ = container["env"]  # it does not start without one
     assert "optional" not in key["valueFrom"]["secretKeyRef"]

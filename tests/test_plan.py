@@ -6,7 +6,9 @@ import json
 import re
 import shutil
 from dataclasses import replace
+from math import prod
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -14,10 +16,17 @@ import torch
 from torch import nn
 
 from lantern_hpu.backends import host
+from lantern_hpu.backends.base import load_backend
 from lantern_hpu.backends.cpu import native
 from lantern_hpu.commands import download, generate, plan
 from lantern_hpu.decode import memory
-from lantern_hpu.decode.accelerators import accelerators
+from lantern_hpu.decode.accelerators import (
+    Rates,
+    accelerators,
+    fit_speeds,
+    projected_ms,
+    published_speeds,
+)
 from lantern_hpu.decode.requirements import find_model, parse_memory
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.decode.state import walk_tensors
@@ -35,6 +44,9 @@ from tests.marks import mostly_slow
 from tests.tiny import make_engine, tiny_config, tiny_models
 
 __all__ = ["empty_cache"]
+
+
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 
 
 def counted(name: str | Path, **given: str) -> ModelConfig:
@@ -294,17 +306,64 @@ def test_all_known_models_are_planned_for_a_card(capsys: pytest.CaptureFixture[s
 
 
 def test_figures_of_accelerators_have_sources_and_measured_steps_their_reports() -> None:
-    results = Path(__file__).parent.parent / "benchmarks" / "results"
     assert accelerators().keys() >= {"rtx3090", "gaudi2", "h100", "h200", "cpu"}
     for card in accelerators().values():
         measured = card.device == "cpu"
         assert card.source.count('"') in (2, 4) or measured
         assert measured or (0.5e12 < card.bandwidth < 10e12 and 50e12 < card.rate < 3e15)
         for name, file in card.measured.items():
-            report = json.loads((results / file).read_text())
+            report = json.loads((RESULTS / file).read_text())
             model = EmptyModel.of(counted(name))
             assert model.body == report["sizes"]["body"]
             assert model.config.target.tokens == report["sizes"]["tokens"]
+
+
+def test_published_speeds_give_what_a_step_costs_on_a_gaudi_2() -> None:
+    """With the errors that docs/performance.md names."""
+    alone, many = published_speeds("gaudi2_speeds.json")
+    rates, layer = fit_speeds(alone, many)
+    assert (len(alone), rates, layer) == (22, Rates(2.3e12, 3.6e14), 54e-6)
+    least = accelerators()["gaudi2"]
+    assert rates.bandwidth < least.bandwidth and rates.rate < least.rate
+    fitted = [2 * each.parameters / rates.bandwidth + each.layers * layer for each in alone]
+    errors = [abs(s * each.tokens_per_s - 1) for s, each in zip(fitted, alone, strict=True)]
+    assert (median(errors), max(errors)) == pytest.approx((0.045, 0.218), abs=5e-4)
+
+
+def test_promise_projected_steps_are_printed_as_such_and_for_what_was_published_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    card = "--device", "gaudi2"
+    drawn = "llamagen-t2i-256", *card, "--method", "scd@25"  # 26 nodes
+    text = planned(capsys, *drawn)
+    line = "a step, projected and not measured: ar 2.3 to 2.6 ms, scd:25 2.6 to 2.9 ms"
+    assert line in text and text.count("projected") == 1
+    alone, many = json.loads(planned(capsys, *drawn, "--json"))["projected_ms"].values()
+    times = sorted(b / a for a, b in zip(alone, many, strict=True))
+    assert times == pytest.approx((1.08, 1.09), abs=5e-3)
+    assert "ar 7.2 to 7.7 ms" in planned(capsys, ANOLE, *card, "--method", "ar")
+    others = (*card, "--batch-size", "2"), (*card, "--dtype", "float32"), ("--device", "gaudi3")
+    for other in (*others, ("--device", "h200"), ("--device", "hpu", "--memory", "96GB")):
+        assert "projected" not in planned(capsys, ANOLE, *other)
+        assert json.loads(planned(capsys, ANOLE, *other, "--json"))["projected_ms"] == {}
+
+
+def test_defaults_of_gaudi_gain_most_by_projected_steps() -> None:
+    """Over the two models with a published drafter, with the counted tokens a step of the embedded one."""
+    counts = json.loads((RESULTS / "drafts-embedded.json").read_text())["rows"]
+    card, models = accelerators()["gaudi2"], [entries()[name].config for name in (T2I, ANOLE)]
+
+    def speed(tree: str, tokens: float) -> float:
+        steps = [max(projected_ms(card, model, load_tree(tree), 2)) for model in models]
+        return tokens**2 / prod(steps)
+
+    speeds = {row["tree"]: speed(row["tree"], row["tokens_per_step"]) for row in counts}
+    windows = {tree: speed for tree, speed in speeds.items() if tree.startswith("scd:")}
+    trees = {tree: speed for tree, speed in speeds.items() if tree not in windows}
+    defaults = load_backend("hpu").drafting_defaults(10**9)
+    assert f"scd:{defaults.window}" == max(windows, key=windows.__getitem__)
+    assert defaults.tree == max(trees, key=trees.__getitem__)
+    assert (defaults.method == "scd") == (max(windows.values()) > max(trees.values()))
 
 
 def test_what_does_not_fit_is_refused_before_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

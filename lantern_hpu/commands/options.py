@@ -244,7 +244,7 @@ LONG_HELPS = {  # with the names that are known
     f"TREE of eagle and lantern++: {', '.join(NAMED)}, a .json file, or {AUTO}: the one that `lantern-hpu tune` found "
     f"for this model and device ({DEFAULT_TREE}, on processors {SMALL_TREE}); of eagle2 and lantern {DYNAMIC}, or "
     f"{DYNAMIC}:KxExN for top-k K, E expansions and N drafts ({DYNAMIC}:10x4x58); of a window method W drafts a step "
-    f"({DEFAULT_WINDOW}; on processors 2 or 5, by model and processor), W:KxD for K candidates at each of the first D "
+    f"({DEFAULT_WINDOW}; on Gaudi 24, on processors 2 or 5), W:KxD for K candidates at each of the first D "
     "positions (sjd-pac; 3x3), or W:commit=C to accept the first C drafts in every step: a fixed number of steps, "
     "lossless only for C = 1. docs/methods.md",
 }

@@ -495,6 +495,8 @@ def fastest_method(context: ResolveContext) -> tuple[str, Tree | None, str]:
 def default_tree(method: Method, context: ResolveContext) -> Tree:
     """The tree of a method where none is named."""
     defaults = context.defaults
+    if defaults.idle_arithmetic and method.rule:
+        return Window.of(method.rule, defaults.window)
     if defaults.idle_arithmetic:
         named = defaults.tree is not None and method.tree == "static"
         return load_tree(str(defaults.tree)) if named else method.default_tree

@@ -4,7 +4,8 @@
 
 prints the tables of docs/performance.md: milliseconds of a step in bfloat16 with guidance, for `ar` and for draft
 trees of three sizes, drafting included. `floor` counts them. In brackets, for a card that was
-measured: the step as projected from its launches and from the bandwidth there.
+measured: the step as projected from its launches and from the bandwidth there; and in a table of its own, on a card of
+which speeds of other models are published, as projected from those.
 """
 
 from __future__ import annotations
@@ -12,17 +13,18 @@ from __future__ import annotations
 import argparse
 from typing import NamedTuple
 
-from lantern_hpu.decode.accelerators import Rates, accelerators, least_seconds
+from lantern_hpu.decode.accelerators import Rates, accelerators, least_seconds, projected_ms
 from lantern_hpu.models.config import ModelConfig, TransformerConfig
 from lantern_hpu.models.model import EmptyModel
-from lantern_hpu.results.tables import markdown
-from lantern_hpu.tree import DraftTree, DynamicTree, Tree, load_static
+from lantern_hpu.results.tables import between, markdown
+from lantern_hpu.tree import DraftTree, DynamicTree, Tree, load_static, load_tree
 from lantern_hpu.zoo.registry import entries
 
 MODELS = ("llamagen-t2i-256", "llamagen-t2i-512", "anole-7b")
 CARDS = ("rtx3090", "h100", "h200", "gaudi2")
 BATCHES = (1, 4, 16)
-TREES = (DraftTree.root_only(), *map(load_static, ("chain", "mc_sim_7b_63", "naive_extend_57")))
+ROOT = DraftTree.root_only()
+TREES = (ROOT, *map(load_static, ("chain", "mc_sim_7b_63", "naive_extend_57")))
 
 
 class Pass(NamedTuple):
@@ -127,12 +129,28 @@ def table(name: str) -> str:
     return markdown(head, lines)
 
 
+def projected_table(card: str = "gaudi2") -> str:
+    """Milliseconds of a step of one image as projected from published speeds, beside the bound of `ar`."""
+    found, lines = accelerators()[card], list[list[str]]()
+    for name, entry in ((name, entries()[name]) for name in MODELS):
+        model = entry.config
+        bound = floor(model, StepPasses.of(ROOT), 2, Rates(found.bandwidth, found.rate)).step
+        alone = projected_ms(found, model, ROOT, 2)
+        many = projected_ms(found, model, load_tree("scd:25"), 2)
+        first, last = sorted(one / ar for one, ar in zip(many, alone, strict=True))
+        times = f"{first:.2f} to {last:.2f}"
+        lines.append([f"`{name}`", f"{1000 * bound:.2f}", between(alone), between(many), times])
+    head = "model, bound of `ar`, `ar` projected, 26 nodes projected, times `ar`"
+    return markdown(head.split(", "), lines)
+
+
 def main() -> None:
     argparse.ArgumentParser(
         description="Print the least time of steps on known cards."
     ).parse_args()
     for name in MODELS:
         print(f"{name}\n\n{table(name)}\n")
+    print(projected_table())
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@
 
 A page marks a table with the comments `figures: FILE.json` and `end of figures`; the file lies in
 benchmarks/results. After it a graph mode may follow, in place of the best one, `batches` for a column a batch size,
-`pictures` for what `evaluate` measured, `tv` for what `lantern_lab.measure.frontier` did, or `race`.
+`pictures` for what `evaluate` measured, `tv` for what `lantern_lab.measure.frontier` did, `projected` for its tokens a
+step with the projected steps of a Gaudi 2, or `race`.
 """
 
 from __future__ import annotations
@@ -22,10 +23,14 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any, NamedTuple
 
+from lantern_hpu.decode.accelerators import accelerators, projected_ms
 from lantern_hpu.files import write_file
 from lantern_hpu.methods.relaxation import read_relaxation
-from lantern_hpu.methods.setting import METHODS
-from lantern_hpu.results.tables import markdown
+from lantern_hpu.methods.setting import METHODS, Setting
+from lantern_hpu.methods.setting import ROOT as ALONE
+from lantern_hpu.results.tables import between, markdown
+from lantern_hpu.tree import DraftTree
+from lantern_hpu.zoo.registry import entries
 from lantern_lab.measure import plots, race
 from lantern_lab.measure.rows import in_numbers, relaxed_name
 from scripts import ROOT
@@ -130,6 +135,23 @@ def batches_table(file: str) -> str:
     return markdown(["setting", *(f"batch {size}" for size in sizes)], lines)
 
 
+def projected_table(file: str) -> str:
+    """Counted tokens a step, and the speed relative to `ar` with the projected steps of a Gaudi 2."""
+    card, models = accelerators()["gaudi2"], ("llamagen-t2i-256", "anole-7b")
+    lines = []
+    for row in read(file)["rows"]:
+        tree = Setting.parse(row["row"]).tree
+        assert isinstance(tree, DraftTree)
+        cells = [f"`{row['row']}`", f"{row['tokens_per_step']:.2f}"]
+        for model in (entries()[name].config for name in models):
+            step, alone = (projected_ms(card, model, each, 2) for each in (tree, ALONE))
+            speed = min(row["tokens_per_step"] * a / b for a, b in zip(alone, step, strict=True))
+            cells += [between(step), f"{speed:.2f}"]
+        lines.append(cells)
+    heads = (f"{name}: ms a step | speed against `ar`" for name in ("LlamaGen-XL", "Anole-7B"))
+    return markdown(["setting", "tokens a step", *" | ".join(heads).split(" | ")], lines)
+
+
 def pictures_table(file: str) -> str:
     """What `evaluate` measured: of `ar` with two series of seeds, of the other settings, of what no method drew."""
     data, lines = read(file), []
@@ -169,6 +191,7 @@ MAKERS: dict[str | None, Callable[[str], str]] = {
     "batches": batches_table,
     "pictures": pictures_table,
     "tv": tv_table,
+    "projected": projected_table,
 }
 
 
