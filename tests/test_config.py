@@ -15,7 +15,7 @@ from typing import Any, get_args
 import pytest
 
 from lantern_hpu.backends import ACCELERATOR, DraftingDefaults
-from lantern_hpu.backends.base import get_backend
+from lantern_hpu.backends.base import get_backend, load_backend
 from lantern_hpu.backends.cpu import native
 from lantern_hpu.backends.cuda.backend import CUDABackend
 from lantern_hpu.commands.options import add_fields, from_args, given_fields

@@ -129,7 +129,7 @@ class HPUBackend(Backend):
 
     def drafting_defaults(self, parameters: int, quantize: str | None = None) -> DraftingDefaults:
         """By the projected steps of a Gaudi 2, where drafts cost little: see docs/performance.md."""
-        return DraftingDefaults("scd", window=24)
+        return DraftingDefaults("scd", window=24, tree="mc_sim_7b_63")
 
     # What the device does
 
