@@ -84,7 +84,10 @@ class Card:
         self.differential = False  # whether functions are rehearsed before they are captured
         self.rehearsed: Run | None = None
         self.warned: set[str] = set()  # functions that said once that they do nothing
-        self.in_use = self.peak = 0
+        self.in_use = self.peak = self.largest = 0  # bytes; the largest of one tensor
+        self.allocs = self.frees = 0
+        self.counted_from = 0, 0  # of both, when the program last reset them
+        self.switches = {"recompute_sdp"}  # of `torch.hpu`, those that are on
         self.begin()
 
     def begin(self) -> None:

@@ -15,6 +15,7 @@ from gaudi_emulator.rules import Severity, Site
 from gaudi_emulator.tensor import Args, HPUTensor, Kwargs
 
 INT32 = torch.iinfo(torch.int32)
+E4M3 = 240.0  # the largest float8_e4m3fn of a Gaudi 2 (any_mode/test_hpu_fp8_ops_any_mode.py)
 NUMBERS = (bool, int, float)
 MEGABYTE = 2**20
 DYNAMIC = {
@@ -235,6 +236,22 @@ def stored(device: Card, raw: Tensor) -> None:
         raw.copy_(raw.float())
     elif raw.dtype == torch.int64 and device.lazy:
         raw.copy_(raw.int())
+    elif raw.dtype == torch.float8_e4m3fn and bool((beyond := raw.float().abs() > E4M3).any()):
+        device.findings.hit("H035", "an upload, which is infinite or NaN there", "error")
+        raw.copy_(raw.float().masked_fill(beyond, torch.nan))
+
+
+def saturated(device: Card, op: Op, args: Args, kwargs: Kwargs) -> Args:
+    """The arguments of a cast: a Gaudi 2's float8_e4m3fn ends at 240, and what is beyond becomes that."""
+    *goal, source = args[: 1 + (op.packet == "copy_")]
+    dtype = goal[0].dtype if goal else kwargs.get("dtype")
+    if dtype != torch.float8_e4m3fn or dtype == source.dtype:
+        return args
+    wide = source.float()
+    if not (wide.abs() > E4M3).any():
+        return args
+    device.findings.hit("H035", "a cast")
+    return (*goal, wide.clamp(-E4M3, E4M3))
 
 
 def stored_size(device: Card, raw: Tensor) -> int:

@@ -73,6 +73,8 @@ class Device(Card):
 
     def compute(self, op: ops.Op, func: Any, args: Args, kwargs: Kwargs, seed: int | None) -> Any:
         """An operator on CPU tensors, with its results stored as the device stores them."""
+        if op.packet in ("_to_copy", "copy_"):
+            args = checks.saturated(self, op, args, kwargs)
         try:
             result = execute(func, args, kwargs, seed)
         except (IndexError, RuntimeError) as error:
@@ -134,12 +136,14 @@ class Device(Card):
 
     def allocate(self, owner: HPUTensor, size: int) -> None:
         self.in_use += size
-        self.peak = max(self.peak, self.in_use)
+        self.peak, self.largest = max(self.peak, self.in_use), max(self.largest, size)
+        self.allocs += 1
         owner.lease = Lease()  # it goes where the numbers go, also if two tensors are swapped
         weakref.finalize(owner.lease, self.free, size).atexit = False
 
     def free(self, size: int) -> None:
         self.in_use -= size
+        self.frees += 1
 
     def upload(self, values: Tensor) -> HPUTensor:
         """A CPU tensor as a new device tensor."""

@@ -26,6 +26,7 @@ from gaudi_emulator import checks
 from gaudi_emulator.card import flag
 from gaudi_emulator.device import Device, current
 from gaudi_emulator.recording import Recording, Run, Slot
+from gaudi_emulator.scope import beyond
 from gaudi_emulator.streams import Stream, current_stream
 from gaudi_emulator.streams import stream as on_stream
 from gaudi_emulator.tensor import DEVICE, HPUTensor, mapped, tensors_in
@@ -160,6 +161,11 @@ class HPUGraph:
 
     def clear_inputs(self) -> None:
         self.inputs = []
+
+    replayV2, replayV3, get_user_input_match_indices = (
+        beyond(f"HPUGraph.{name}", "replay, after a copy_ into the captured inputs")
+        for name in ("replayV2", "replayV3", "get_user_input_match_indices")
+    )
 
     def reset(self) -> None:
         """Forget the recording; an open one is no longer in the way of others."""
@@ -382,10 +388,11 @@ class Wrapped:
         disable_tensor_cache: bool = False,
         dry_run: bool | None = None,
         max_graphs: int | None = None,
-        **since_1_24: Any,
+        *since_1_24: Any,
+        **named: Any,
     ) -> None:
         allowed = ("free_inplace", "verbose", "log_frequency")
-        for name in since_1_24:
+        for name in (*allowed[: len(since_1_24)], *named):
             if name not in allowed or current().release.name == "1.19":
                 raise TypeError(f"wrap_in_hpu_graph() got an unexpected keyword argument {name!r}")
         self.func, self.dry_run, self.max_graphs = func, bool(dry_run), max_graphs
@@ -426,7 +433,7 @@ class Wrapped:
         made.capture_begin(self.dry_run or self.live)
         if device.release.name != "1.19":
             given: list[Tensor] = []
-            mapped(inputs, given.append)
+            mapped(inputs, lambda tensor: given.append(alias(tensor)))
             made.mark_user_inputs(given)
         outputs = self.func(*inputs[0], **inputs[1])  # no try: an exception leaves the capture open
         made.capture_end()
@@ -474,7 +481,7 @@ class Wrapped:
                 "H022", "dtype or type of an argument differs from the capture", "error"
             )
         for name, raw in self.state().items():
-            if raw is not known.state.get(name, raw):
+            if not raw.is_set_to(known.state.get(name, raw)):
                 device.findings.hit("H069", f"{name}, after the capture", "error")
         if known.run and (now := plain_attributes(self.func)) != known.attributes:
             known.attributes = now
@@ -535,9 +542,11 @@ def alias(tensor: Tensor) -> Tensor:
     return HPUTensor(tensor.raw) if isinstance(tensor, HPUTensor) else tensor
 
 
-def wrap_in_hpu_graph_func(func: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+def wrap_in_hpu_graph_func(
+    func: Callable[..., Any], *options: Any, **named: Any
+) -> Callable[..., Any]:
     """A function with a graph for each key; it keeps its name and signature."""
-    wrapped = Wrapped(func, **options)
+    wrapped = Wrapped(func, *options, **named)
 
     @wraps(func)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -548,9 +557,9 @@ def wrap_in_hpu_graph_func(func: Callable[..., Any], **options: Any) -> Callable
     return call
 
 
-def wrap_in_hpu_graph(module: nn.Module, **options: Any) -> nn.Module:
+def wrap_in_hpu_graph(module: nn.Module, *options: Any, **named: Any) -> nn.Module:
     """The same module with its `forward` replaced."""
-    call: Any = wrap_in_hpu_graph_func(module.forward, **options)
+    call: Any = wrap_in_hpu_graph_func(module.forward, *options, **named)
     module.forward = call
     module.clear_cache = call.clear_cache
     module.clear_inputs = call.clear_inputs

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from enum import IntEnum
+from functools import partial
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gaudi_emulator import graphs, hpex
+from gaudi_emulator.card import flag
 from gaudi_emulator.device import LIMIT, Device, current
 from gaudi_emulator.releases import ROOT, listed
 from gaudi_emulator.scope import MODULES, NAMES, BeyondModule, meanwhile_for, names_of, short
@@ -39,43 +42,83 @@ def accept_anything(*args: Any, **kwargs: Any) -> None:
     """Settings that change nothing here."""
 
 
-# hpu: memory
+# hpu: the one device of a process (hpu/_utils.py), and its memory
 
 
-def memory_stats(device: object = None) -> dict[str, int]:
+def need_card(device: object = None) -> None:
+    """Raise unless a number, a device or its name means the one that there is; so does none."""
+    named = torch.device(device) if isinstance(device, str) else device
+    if isinstance(named, torch.device) and named.type != DEVICE:
+        raise ValueError(f"Expected a hpu device, but got: {named}")
+    index = named.index if isinstance(named, torch.device) else named
+    if index not in (None, 0, int(os.environ.get("HLS_MODULE_ID") or 0)):
+        raise AssertionError(f"Invalid device id {index}: this process has one device, 0")
+
+
+def of_card(answer: Callable[[], Any]) -> Callable[..., Any]:
+    """A function that may be told the device."""
+
+    def call(device: object = None) -> Any:
+        need_card(device)
+        return answer()
+
+    return call
+
+
+def memory_stats() -> dict[str, int]:
     card = current()
-    return {"Limit": LIMIT, "InUse": card.in_use, "MaxInUse": card.peak}
+    allocs, frees = card.allocs - card.counted_from[0], card.frees - card.counted_from[1]
+    return {
+        "Limit": LIMIT,
+        "InUse": card.in_use,
+        "MaxInUse": card.peak,
+        "NumAllocs": allocs,
+        "NumFrees": frees,
+        "ActiveAllocs": allocs - frees,
+        "MaxAllocSize": card.largest,
+        "TotalSystemAllocs": card.allocs,
+        "TotalSystemFrees": card.frees,
+        "TotalActiveAllocs": card.allocs - card.frees,
+    }
+
+
+def memory_summary() -> str:
+    rows = (f"  {name + ':':<19}{value:>20}\n" for name, value in memory_stats().items())
+    return f" PyTorch HPU memory summary, device ID 0\n{''.join(rows)}"
 
 
 def memory_of(name: str) -> Callable[..., int]:
-    return lambda device=None: memory_stats()[name]
+    return of_card(lambda: memory_stats()[name])
 
 
-def reset_peak_memory_stats(device: object = None) -> None:
+def reset_peak() -> None:
     current().peak = current().in_use
 
 
-def mem_get_info(device: object = None) -> tuple[int, int]:
-    return LIMIT - current().in_use, LIMIT
+def reset_counts() -> None:
+    current().counted_from = current().allocs, current().frees
 
 
 # hpu: random numbers, from a generator on the host
 
 
-def manual_seed(seed: int) -> None:
-    current().generator.manual_seed(seed)
+def manual_seed(seed: int) -> torch.Generator:
+    return current().generator.manual_seed(int(seed))
 
 
 def seed() -> int:
     return current().generator.seed()
 
 
-def get_rng_state(device: object = "hpu") -> Tensor:
-    return current().generator.get_state()
-
-
-def set_rng_state(new_state: Tensor, device: object = "hpu") -> None:
+def set_rng_state(new_state: Tensor, device: object = DEVICE) -> None:
+    need_card(device)
     current().generator.set_state(new_state)
+
+
+def set_rng_state_all(new_states: list[Tensor]) -> None:
+    if len(new_states) != 1:
+        raise RuntimeError("hpu set_rng_state_all supports only states len of 1")
+    set_rng_state(new_states[0])
 
 
 # hpu: metrics
@@ -114,6 +157,7 @@ class Metric:
     def stop(self) -> None: ...
 
 
+CACHE_METRICS = "PT_HPU_ENABLE_CACHE_METRICS"
 METRICS: dict[str, Callable[[Device], dict[str, Any]]] = {
     "graph_compilation": lambda card: {
         "TotalNumber": card.counts.recipes,
@@ -124,9 +168,19 @@ METRICS: dict[str, Callable[[Device], dict[str, Any]]] = {
         "TotalNumber": card.counts.fallbacks.total(),
         "FallbackOps": dict(card.counts.fallbacks),
     },
+    "memory_defragmentation": lambda card: dict.fromkeys(
+        ("TotalNumber", "TotalSuccessful", "AvgTime", "MaxTime"), 0
+    ),
+    "recipe_cache": lambda card: {
+        "TotalHit": card.counts.hits,
+        "RecipeHit": {},
+        "TotalMiss": card.counts.recipes,
+        "RecipeMiss": {},
+    },
 }
 # What a local metric of an unknown name raises; the second from 1.24 on
 NOT_FOUND = {n: type(n, (Exception,), {}) for n in ("MetricNotFound", "MetricNotFoundError")}
+DUMPS = ("InvalidMetricDumpFileFormat", "InvalidMetricDumpTrigger")
 
 
 def metrics_of(card: Device) -> dict[str, Callable[[Device], dict[str, Any]]]:
@@ -139,6 +193,8 @@ def metric_global(name: str) -> Metric | None:
     """Counted from the start of the process; None for a name that is unknown (hpu/metrics/metrics.py)."""
     if name not in metrics_of(current()):
         return None
+    if name == "recipe_cache" and not flag(current().flags, CACHE_METRICS):
+        warnings.warn(f"a card has {name} with {CACHE_METRICS}=1 alone, else None", stacklevel=2)
     metric = Metric(name)
     metric.base = {}
     return metric
@@ -177,22 +233,28 @@ GRAPHS = {
     for name in "HPUGraph graph CachedParams input_hash copy_to wrap_in_hpu_graph "
     "wrap_in_hpu_graph_func".split()
 } | {"is_current_stream_capturing": lambda: bool(getattr(current_stream(), "is_capture", False))}
-RANDOM = named(manual_seed, seed, get_rng_state, set_rng_state) | {
+RANDOM = named(manual_seed, seed, set_rng_state, set_rng_state_all) | {
     "manual_seed_all": manual_seed,
     "seed_all": seed,
     "initial_seed": lambda: current().generator.initial_seed(),
-    "get_rng_state_all": lambda: [get_rng_state()],
-    "set_rng_state_all": lambda states: set_rng_state(states[0]),
+    "get_rng_state": of_card(lambda: current().generator.get_state()),
+    "get_rng_state_all": lambda: [current().generator.get_state()],
 }
-MEMORY = named(memory_stats, mem_get_info, reset_peak_memory_stats) | {
+LIMITS = "memory_reserved max_memory_reserved memory_cached max_memory_cached".split()
+MEMORY = dict.fromkeys(LIMITS, memory_of("Limit")) | {
+    "memory_stats": of_card(memory_stats),
+    "memory_summary": of_card(memory_summary),
+    "mem_get_info": of_card(lambda: (LIMIT - current().in_use, LIMIT)),
     "memory_allocated": memory_of("InUse"),
     "max_memory_allocated": memory_of("MaxInUse"),
-    "memory_reserved": memory_of("Limit"),
-    "max_memory_reserved": memory_of("Limit"),
-    "reset_accumulated_memory_stats": accept_anything,
+    "reset_peak_memory_stats": of_card(reset_peak),
+    "reset_accumulated_memory_stats": of_card(reset_counts),
 }
 STREAMS = named(Stream, Event, stream, set_stream, current_stream, default_stream)
-METRIC_API = named(metric_global, metric_localcontext)
+STREAMS |= {"StreamContext": stream, "record_stream": accept_anything}
+METRIC_API = named(metric_global, metric_localcontext) | {
+    name: type(name, (Exception,), {}) for name in DUMPS
+}
 
 
 # hpu: identity, switches
@@ -202,15 +264,45 @@ def version() -> str:
     return f"{current().release.name}.0"
 
 
-def name(device: object = None) -> str:
-    """Goes into reports, which must not pass for a card's."""
-    return f"GAUDI2 (emulated, {current().release}: contract-checked)"
+def toggle(name: str, on: bool = True) -> None:
+    """A switch whose state can be asked for."""
+    (current().switches.add if on else current().switches.discard)(name)
+
+
+def is_on(name: str) -> bool:
+    return name in current().switches
 
 
 @contextmanager
-def nothing(*args: Any, **kwargs: Any) -> Iterator[None]:
-    """A context that changes nothing here: one card, one device."""
-    yield
+def sdp_kernel(enable_recompute: bool = True) -> Iterator[dict[str, Any]]:
+    before = is_on("recompute_sdp")
+    toggle("recompute_sdp", enable_recompute)
+    try:
+        yield {}
+    finally:
+        toggle("recompute_sdp", before)
+
+
+def new_tensor(dtype: torch.dtype, cls: type[Tensor], data: Any) -> Tensor:
+    """`torch.hpu.FloatTensor(data)`"""
+    return torch.tensor(data, dtype=dtype, device=DEVICE)
+
+
+RECOMPUTE = named(sdp_kernel) | {
+    "enable_recompute_sdp": partial(toggle, "recompute_sdp"),
+    "recompute_sdp_enabled": partial(is_on, "recompute_sdp"),
+}
+SWITCHES = {
+    f"{verb}_{name}": partial(toggle, name, verb == "enable")
+    for name in ("inference_mode", "matmul3d_2d_reshape")
+    for verb in ("enable", "disable")
+}
+TENSORS = {
+    f"{name}Tensor": type(name, (Tensor,), {"__new__": partial(new_tensor, getattr(torch, dtype))})
+    for name, dtype in map(str.split, listed("tensor_types"))
+}
+STREAM_DEBUG = "PT_ENABLE_HABANA_STREAMASYNC"
+NAME = "GAUDI2"  # that it is emulated is said by the plugin's version
 
 
 synDeviceType = IntEnum(
@@ -223,15 +315,22 @@ IDENTITY = {
     "_lazy_init": accept_anything,
     "device_count": lambda: 1,
     "current_device": lambda: 0,
-    "get_device_name": name,
-    "get_device_capability": lambda device=None: version(),
+    "get_device_name": of_card(lambda: NAME),
+    "get_arch_list": lambda: [NAME],
+    "get_gencode_flags": lambda: "",
+    "get_device_capability": of_card(version),
+    "get_device_properties": of_card(lambda: f"(dramSize={LIMIT}, dramEnabled=1, device_id=0)"),
+    "memory_usage": memory_of("InUse"),
     "is_bf16_supported": lambda including_emulation=True: True,
     "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
     "synchronize": synchronize,
-    "device": nothing,
-    "device_of": nothing,
-    "sdp_kernel": nothing,
-    "getDeterministic": lambda: False,
+    "set_device": need_card,
+    "device": of_card(nullcontext),
+    "device_of": lambda obj: nullcontext(),
+    "set_sync_debug_mode": lambda mode: current().flags.update({STREAM_DEBUG: str(mode)}),
+    "get_sync_debug_mode": lambda: int(current().flags[STREAM_DEBUG]),
+    "setDeterministic": partial(toggle, "deterministic"),
+    "getDeterministic": partial(is_on, "deterministic"),
     "enable_dynamic_shape": lambda: setattr(current(), "dynamic_shapes", True),
     "disable_dynamic_shape": lambda: setattr(current(), "dynamic_shapes", False),
     "get_dynamic_shape_status": lambda: current().dynamic_shapes,
@@ -244,8 +343,9 @@ IDENTITY = {
 
 
 SINCE_1_24 = {
-    "is_inference_mode_enabled": lambda: False,
-    "sdp_kernel_flag": nothing,
+    "is_inference_mode_enabled": partial(is_on, "inference_mode"),
+    "is_matmul3d_2d_reshape_enabled": partial(is_on, "matmul3d_2d_reshape"),
+    "formatted_memory_stats": of_card(memory_summary),
     "set_mark_scale_const": accept_anything,
     "set_mark_non_scale_const": accept_anything,
 }
@@ -276,14 +376,20 @@ def module(name: str, **members: Any) -> ModuleType:
 def modules(device: Device) -> dict[str, ModuleType]:
     """All modules by their full names, tied together as attributes."""
     newer = device.release.name != "1.19"
+    not_found = named(NOT_FOUND[device.release.missing_metric])
     has_graphs = device.lazy or device.release.graphs_always_named
     hpu = {
         **STREAMS,
+        **METRIC_API,
+        **not_found,
+        **TENSORS,
         **MEMORY,
         **RANDOM,
         **dict.fromkeys(listed("hpu_settings"), accept_anything),
         **(GRAPHS if has_graphs else {}),
         **IDENTITY,
+        **RECOMPUTE,
+        **SWITCHES,
         **(SINCE_1_24 if newer else {}),
         "default_generators": (device.generator,),
     }
@@ -295,9 +401,9 @@ def modules(device: Device) -> dict[str, ModuleType]:
             accept_anything,
         ),
         "hpu": hpu,
-        "hpu.metrics": METRIC_API | named(NOT_FOUND[device.release.missing_metric]),
+        "hpu.metrics": METRIC_API | not_found,
         "hpu.random": RANDOM,
-        "hpu.memory": MEMORY,
+        "hpu.memory": {n: hpu[n] for n in (*MEMORY, "formatted_memory_stats") if n in hpu},
         "hpu.streams": {n: STREAMS[n] for n in STREAMS if n != "Event"},
         "hpu.events": named(Event),
         "utils.internal": named(is_lazy, lazy_only),
@@ -333,6 +439,7 @@ def modules(device: Device) -> dict[str, ModuleType]:
     if has_graphs:
         parts["hpu.graphs"] = GRAPHS
     if newer:
+        parts["hpu.sdp_kernel_flag"] = RECOMPUTE
         parts["version"] = dict.fromkeys(("__version__", "version"), f"{device.release.name}.0")
     made = {name: module(name) for name in (ROOT, f"{ROOT}.torch")}
     for name, members in parts.items():

@@ -89,9 +89,9 @@ for name, function in (("sdpa", sdpa), ("rms_norm", rms_norm), ("rope", rope)):
     )
 
 
-def need(condition: bool, message: str) -> None:
+def need(condition: bool, message: str, error: type[Exception] = RuntimeError) -> None:
     if not condition:
-        raise RuntimeError(message)
+        raise error(message)
 
 
 def run_fused(name: str, plain: Callable[..., Tensor], *inputs: Any) -> Tensor:
@@ -104,9 +104,9 @@ def run_fused(name: str, plain: Callable[..., Tensor], *inputs: Any) -> Tensor:
 
 # A program under torch.compile need not trace the card.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def release_name() -> str:
-    """Of the release that the card in use has."""
-    return current().release.name
+def release_and_recompute() -> tuple[str, bool]:
+    """Of the card in use: its release, and whether attention computes the softmax again in backward."""
+    return current().release.name, "recompute_sdp" in current().switches
 
 
 class FusedSDPA:
@@ -127,9 +127,13 @@ class FusedSDPA:
         seq_padding_type: str = "left",
         return_dropout_mask: bool = False,
         return_attn_probs: bool = False,
+        /,
         *since_1_24: Any,
     ) -> Tensor:
-        newer = release_name() != "1.19"
+        release, recompute = release_and_recompute()
+        newer = release != "1.19"
+        recompute = recompute if recompute_mode is None else recompute_mode
+        learns = q.requires_grad or k.requires_grad or v.requires_grad
         most = 15 if newer else 13
         if 13 + len(since_1_24) > most:
             raise TypeError(f"FusedSDPA takes {most} positions, not {13 + len(since_1_24)}")
@@ -139,15 +143,26 @@ class FusedSDPA:
         needed = {
             "FusedSDPA takes a mask or is_causal, not both": not is_causal or attn_mask is None,
             f"unknown softmax_mode {softmax_mode!r}": mode in ("none", "fast", "fp32"),
-            "softmax_mode fp32 is for bfloat16 alone": mode != "fp32" or q.dtype == torch.bfloat16,
             "FusedSDPA takes tensors of 3 or 4 dimensions": q.dim() == k.dim() == v.dim() in (3, 4),
             "q, k and v must have one dtype": q.dtype == k.dtype == v.dtype,
-            "valid_seq_len needs is_causal": valid_seq_len is None or is_causal,
             "the mask must be of booleans, or additive and of q's dtype": attn_mask is None
             or attn_mask.dtype in (q.dtype, torch.bool),
         }
+        asserted = {
+            "softmax_mode fp32 is for inference in bfloat16": mode != "fp32"
+            or (q.dtype == torch.bfloat16 and not (newer and learns)),
+            "softmax_mode fast needs is_causal in training with recompute": mode != "fast"
+            or not (recompute and learns)
+            or is_causal,
+            "valid_seq_len is for inference with is_causal": valid_seq_len is None
+            or (is_causal and not learns),
+            "return_attn_probs is for inference": not (return_attn_probs and learns),
+            "return_dropout_mask needs recompute off": not (return_dropout_mask and recompute),
+        }
         for message, holds in needed.items():
             need(holds, message)
+        for message, holds in asserted.items():
+            need(holds, message, AssertionError)
         if return_dropout_mask or return_attn_probs:
             raise OutOfScope("FusedSDPA with more results than one", "plain attention")
         if since_1_24:

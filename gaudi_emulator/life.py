@@ -128,6 +128,9 @@ def load() -> None:
         card.load()
         card.modules = modules(card)
         show_device_module(card.modules[f"{ROOT}.torch.hpu"])
+    vendor = f"{ROOT}.torch"
+    if vendor in sys.modules:
+        card.modules[vendor].__path__ = sys.modules[vendor].__path__  # `gpu_migration` stands there
     sys.modules.update({name: m for name, m in card.modules.items() if name != ROOT})
     if distributed.is_available() and "hccl" not in distributed.Backend.backend_list:
         # Collectives of cards are those of their processes' CPU tensors

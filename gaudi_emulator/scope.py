@@ -30,7 +30,8 @@ NAMES: dict[str, dict[str, str]] = {
     "hpex.movingavrg": {"": "torch.optim.swa_utils.AveragedModel"},
     "hpex.experimental.transformer_engine": {"": "torch.nn layers in bfloat16"},
     "hpex.experimental.fp8_autocast": {"": "torch.autocast in bfloat16"},
-    "hpu": {
+    "hpu": dict.fromkeys(listed("refused_hpu"), "leave it out while checking")
+    | {
         "make_graphed_callables": "wrap_in_hpu_graph for inference",
         "ModuleCacher": "the model as it is, with step marks",
     },

@@ -61,8 +61,11 @@ class Stream:
     made = 0
 
     def __init__(self, device: object = None, priority: int = 0) -> None:
-        self.id = self.stream_id = Stream.made
+        self.stream_id, self.device_index = Stream.made, 0
         Stream.made += 1
+
+    def id(self) -> int:
+        return self.stream_id
 
     def wait_event(self, event: Event) -> None: ...
 
@@ -93,8 +96,8 @@ def default_stream(device: object = None) -> Stream:
     return DEFAULT_STREAM
 
 
-def set_stream(stream: Stream) -> None:
-    streams[-1] = stream
+def set_stream(stream: Stream | None) -> None:
+    streams[-1] = stream or streams[-1]
 
 
 @contextmanager
@@ -108,7 +111,7 @@ def stream(stream: Stream | None) -> Iterator[None]:
 
 class Event:
     def __init__(self, enable_timing: bool = False) -> None:
-        self.time = 0.0
+        self.time: float | None = None  # of its last record
 
     def record(self, stream: Stream | None = None) -> None:
         event_sync("event record")
@@ -120,6 +123,8 @@ class Event:
         return True
 
     def elapsed_time(self, end: Event) -> float:
+        if self.time is None or end.time is None:
+            raise RuntimeError("Both events must be recorded before calculating elapsed time.")
         return 1000 * (end.time - self.time)
 
     def synchronize(self) -> None: ...
@@ -131,7 +136,7 @@ def event_sync(reason: str) -> None:
     card.flush(reason)
 
 
-def synchronize(device: object = None) -> None:
+def synchronize() -> None:
     """A StepMarker and a wait; no value is read."""
     card = current()
     if card.recording is not None:

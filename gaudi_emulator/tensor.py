@@ -180,10 +180,13 @@ def through(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def is_hpu(device: object) -> bool:
-    """Whether a `device=` argument means the device."""
+    """Whether a `device=` argument means the device. A process has one, 0 (backend/habana_device/HPUGuardImpl.h)."""
     if device is None or isinstance(device, int):
         return False
-    return torch.device(device).type == "hpu"  # type: ignore[call-overload]
+    named = torch.device(device)  # type: ignore[call-overload]
+    if named.type == DEVICE and named.index:
+        raise RuntimeError(f"habana active device: {named.index} != 0")
+    return bool(named.type == DEVICE)
 
 
 # Tensors in arguments and results

@@ -19,7 +19,7 @@ from gaudi_emulator import checks
 from gaudi_emulator.checks import no_bare_meta
 from gaudi_emulator.device import Device, current, listening
 from gaudi_emulator.ops import RANDOM
-from gaudi_emulator.releases import ROOT
+from gaudi_emulator.releases import ROOT, EmulatorError
 from gaudi_emulator.tensor import DEVICE, HPU, META, Args, Func, HPUTensor, Kwargs, is_hpu, mapped
 
 Handler = Callable[[Device, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -141,6 +141,7 @@ def move(card: Device, func: Func, args: Args, kwargs: Kwargs) -> Any:
     goal, dtype, _, layout = torch._C._nn._parse_to(*rest, **kwargs)
     dtype = dtype or source.dtype
     extra: dict[str, Any] = {} if layout is None else {"memory_format": layout}
+    here = is_hpu(goal)
     if isinstance(source, HPUTensor):
         if goal is not None and goal.type == "cpu":
             moved = across(card, source, "copy to the host")
@@ -148,7 +149,7 @@ def move(card: Device, func: Func, args: Args, kwargs: Kwargs) -> Any:
         if goal is not None and goal.type == "meta":
             return source.raw.to(META, dtype)
         return func(source, dtype, copy=copies, **extra)
-    if goal is not None and is_hpu(goal):
+    if here:
         return across(card, func(source, dtype, **extra), "upload")
     return func(source, *rest, copy=copies, **kwargs)
 
@@ -343,6 +344,30 @@ def overwrites(card: Device) -> Iterator[None]:
         card.generator.manual_seed(seed)
         return real(seed)
 
+    def seed_anew(real: Any) -> Any:
+        made = real()
+        card.generator.manual_seed(made)
+        return made
+
+    def profile(real: Any, *args: Any, use_device: Any = None, **kwargs: Any) -> None:
+        """The host's part of a trace: the device has none here."""
+        if use_device == DEVICE:
+            use_device, kwargs["use_cpu"] = None, True
+        real(*args, use_device=use_device, **kwargs)
+
+    def script(real: Any, *args: Any, **kwargs: Any) -> Any:
+        """`torch.jit.trace`, and calls of what was traced or scripted."""
+        held = [a.state_dict() if isinstance(a, torch.nn.Module) else a for a in args]
+        found: list[Tensor] = []
+        mapped([held, kwargs], found.append)
+        if not any_of_card(found):
+            return real(*args, **kwargs)
+        raise EmulatorError(
+            "TorchScript does not run on hpu",
+            "the vendor's PyTorch Support Matrix has torch.jit in no mode",
+            "wrap_in_hpu_graph in lazy mode, torch.compile with hpu_backend outside it",
+        )
+
     def fork_here(
         real: Any, devices: Any = None, *args: Any, device_type: str | None = None, **kwargs: Any
     ) -> Any:
@@ -393,6 +418,12 @@ def overwrites(card: Device) -> Iterator[None]:
             (torch.autocast, "__enter__", enter),
             (torch, "manual_seed", seed_both),
             (torch.random, "manual_seed", seed_both),
+            (torch, "seed", seed_anew),
+            (torch.random, "seed", seed_anew),
+            (torch.autograd.profiler.profile, "__init__", profile),
+            (torch.jit, "trace", script),
+            (torch._C.ScriptFunction, "__call__", script),
+            (torch._C.ScriptMethod, "__call__", script),
             (torch.random, "fork_rng", fork_here),
             (torch, "save", save),
             (torch, "load", load),
@@ -437,7 +468,7 @@ def accelerator(card: Device) -> dict[str, Callable[..., Any]]:
         **dict.fromkeys(
             "setDeviceIndex exchangeDevice maybeExchangeDevice".split(), hpu.set_device
         ),
-        "synchronizeDevice": hpu.synchronize,
+        "synchronizeDevice": lambda index: hpu.synchronize(),
         "getStream": hpu.current_stream,
         "setStream": hpu.set_stream,
     }

@@ -159,7 +159,6 @@ def test_names_that_programs_import_fail_when_they_are_called(tmp_path: Path) ->
         "from habana_frameworks.torch.hpex.kernels.Fp8Ops import cast_to_fp8\n"
         "from habana_frameworks.torch.core.weight_sharing import HabanaParameterWrapperMeta\n"
         "from habana_frameworks.torch.utils.library_loader import load_habana_module\n"
-        "import habana_frameworks.torch.gpu_migration\n"
         "import habana_frameworks.torch.internal.bridge_config as bc\n"
         "nms = CustomNms.apply\nload_habana_module()\nassert bc.get_pt_hpu_lazy_mode() == '0'\n"
         "assert not isinstance(1, EmbeddingBag)\nnms(1)\n"

@@ -100,6 +100,16 @@ class HPUBackend(Backend):
         return self.part("hpu")
 
     @property
+    def card(self) -> str:
+        """Its name; a report of an emulated card must not pass for a real one's."""
+        name = str(self.hpu.get_device_name())
+        version = hpu_env.version_of(hpu_env.PLUGIN) or ""
+        if "emulated" not in version:
+            return name
+        release = ".".join(version.split(".")[:2])
+        return f"{name} (emulated, bridge {release}: contract-checked)"
+
+    @property
     def lazy(self) -> bool:
         return self.flags is None or self.flags.lazy
 
@@ -117,7 +127,7 @@ class HPUBackend(Backend):
                 self.open()
                 if self.hpu.is_available() and self.hpu.device_count():
                     why = self.flags.why if self.flags else ""
-                    return True, f"{self.hpu.get_device_name()}, {why}"
+                    return True, f"{self.card}, {why}"
                 reasons.append(f"{ROOT} finds no card")
             except (ImportError, RuntimeError, AssertionError, OSError) as error:
                 known = hpu_errors.explain_gaudi(error)
@@ -173,7 +183,7 @@ class HPUBackend(Backend):
         flags = self.flags.chosen | self.flags.respected if self.flags else {}
         return {
             "device": "hpu",
-            "card": self.hpu.get_device_name() if self.flags else None,
+            "card": self.card if self.flags else None,
             "torch": torch.__version__,
             "plugin": hpu_env.version_of(hpu_env.PLUGIN),
             "lazy": self.lazy,
