@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -24,6 +24,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from gaudi_emulator import emulate
 from gaudi_emulator.device import Device
+from gaudi_emulator.releases import RELEASES, EmulatorError, listed
+from gaudi_emulator.scope import Beyond, OutOfScope
+from lantern_hpu.backends.hpu.backend import HPUBackend
 from lantern_hpu.backends.hpu.env import ROOT
 
 META_AND_CARD = "at least two devices, hpu:0 and meta"
@@ -39,6 +42,9 @@ class Program:
     lazy: bool
     release: str | None
     flags: Mapping[str, str]
+    finds: str | None = (
+        None  # the rules that it breaks, of errors and warnings; None: not looked at
+    )
 
     @property
     def id(self) -> str:
@@ -54,12 +60,13 @@ def program(
     modes: str = "lazy eager",
     release: str | None = None,
     flags: Mapping[str, str] | None = None,
+    finds: str | None = None,
 ) -> Callable[[Callable[[Device], None]], Callable[[Device], None]]:
     """Adds a function to the programs, once for each mode."""
 
     def add(run: Callable[[Device], None]) -> Callable[[Device], None]:
         for mode in modes.split():
-            PROGRAMS.append(Program(run, source, mode == "lazy", release, flags or {}))
+            PROGRAMS.append(Program(run, source, mode == "lazy", release, flags or {}, finds))
         return run
 
     return add
@@ -574,7 +581,437 @@ def a_compiled_step_learns_as_a_plain_one(card: Device) -> None:
         close(here, there)
 
 
+# As vllm-gaudi, transformers and plain PyTorch are written: the right ones break no rule, the others exactly one
+
+
+def hpu_module(name: str = "hpu") -> Any:
+    return import_module(f"{ROOT}.torch.{name}")
+
+
+def padded(tokens: list[int], bucket: int) -> Tensor:  # -> [1, bucket]
+    return torch.tensor([tokens + [0] * (bucket - len(tokens))], device="hpu")
+
+
+def serve_buckets(card: Device, warmed: tuple[int, ...]) -> None:
+    """Prompts padded to a few lengths, each of them captured before the first request."""
+    twin = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8)).eval()
+    graphed = hpu_module().wrap_in_hpu_graph(copy.deepcopy(twin).to("hpu"))
+    with torch.no_grad():
+        for bucket in 2 * warmed:  # a capture and a replay of each
+            graphed(padded([1], bucket))
+        card.warmed_up()
+        for prompt in ([1, 2], [3, 4, 5], [6]):
+            logits = graphed(padded(prompt, 2 if len(prompt) <= 2 else 4)).cpu()
+            close(logits[0, : len(prompt)], twin(torch.tensor(prompt)))
+
+
+@program("vllm-gaudi, bucketing and warmup_model", "lazy", finds="")
+def prompts_of_warmed_buckets_compile_nothing(card: Device) -> None:
+    serve_buckets(card, (2, 4))
+    assert not card.counts.recompiles
+
+
+@program("vllm-gaudi, bucketing without its longest bucket", "lazy", finds="H020")
+def a_bucket_that_was_not_warmed_up_is_compiled_late(card: Device) -> None:
+    serve_buckets(card, (2,))
+
+
+def read_blocks(slots: list[int], blocks: list[int]) -> None:
+    """Keys written to slots of a paged cache, and read back by a block table; block 0 is for padding."""
+    cache = torch.zeros(4, 2, 3, device="hpu")  # [blocks, block size, width]
+    keys = torch.arange(1.0, 10.0).view(3, 3)
+    flat = cache.view(8, 3)
+    flat.index_copy_(0, torch.tensor(slots, device="hpu"), keys.to("hpu"))
+    found = cache.index_select(0, torch.tensor(blocks, device="hpu")).flatten(0, 1)  # [T, width]
+    close(found[:3], keys)
+
+
+@program("vllm-gaudi, extension/cache_ops.py insert_or_update_cache", finds="")
+def a_paged_cache_is_read_by_its_block_table(card: Device) -> None:
+    read_blocks([4, 5, 2], [2, 1, 0])
+
+
+@program("vllm-gaudi, a block table padded with -1", finds="H050")
+def a_block_table_padded_with_a_negative_number_is_named(card: Device) -> None:
+    read_blocks([4, 5, 2], [2, 1, -1])
+
+
+class Decoder(nn.Module):
+    """One layer of attention over a static cache, written at a position that the card holds."""
+
+    kv: Tensor  # [2, T, H]
+    slots: Tensor  # [T]
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.embed, self.qkv = nn.Embedding(8, 4), nn.Linear(4, 12, bias=False)
+        self.register_buffer("kv", torch.zeros(2, length, 4))
+        self.register_buffer("slots", torch.arange(length))
+
+    def forward(self, token: Tensor, position: Tensor) -> Tensor:  # [1], [1] -> [1, 8]
+        q, k, v = self.qkv(self.embed(token)).chunk(3, -1)  # [1, H] each
+        self.kv.index_copy_(1, position, torch.stack([k, v]))
+        scores = (q @ self.kv[0].T).masked_fill(self.slots > position, -1e9)
+        logits: Tensor = scores.softmax(-1) @ self.kv[1] @ self.embed.weight.T
+        return logits
+
+
+def decode(model: Callable[..., Tensor], device: str, steps: int) -> list[int]:
+    token = torch.tensor([1], device=device)
+    position, drawn = torch.zeros(1, dtype=torch.int64, device=device), []
+    with torch.no_grad():
+        for _ in range(steps):
+            token = model(token, position).argmax(-1)
+            position = position + 1
+            drawn.append(token.clone())
+    return torch.cat(drawn).tolist()
+
+
+@program("transformers, StaticCache in generate; optimum-habana, hpu_graphs=True", "lazy", finds="")
+def a_static_cache_is_decoded_with_one_graph(card: Device) -> None:
+    model = Decoder(8).eval()
+    want = decode(copy.deepcopy(model), "cpu", 6)
+    graphed = hpu_module().wrap_in_hpu_graph(model.to("hpu"))
+    assert decode(graphed, "hpu", 6) == want
+    assert card.counts.graphs["captured"] == 1
+
+
+@program("transformers, DynamicCache in generate", "lazy", finds="H013")
+def a_cache_that_grows_by_cat_is_named(card: Device) -> None:
+    core = hpu_module("core")
+    keys = torch.zeros(1, 1, 4, device="hpu")  # [B, T, H]
+    for _ in range(6):
+        keys = torch.cat([keys, torch.ones(1, 1, 4, device="hpu")], 1)
+        core.mark_step()
+
+
+def merge(card: Device, change: Callable[[nn.Linear, Tensor], None]) -> None:
+    """A low-rank change goes into the weights of a layer that was captured."""
+    layer = nn.Linear(4, 4, bias=False).eval()
+    before, delta, x = layer.weight.detach().clone(), torch.randn(4, 4), torch.randn(2, 4)
+    graphed = hpu_module().wrap_in_hpu_graph(layer.to("hpu"))
+    with torch.no_grad():
+        close(graphed(x.to("hpu")), x @ before.T)
+        change(layer, delta.to("hpu"))
+        after = graphed(x.to("hpu")).cpu()
+    merged = not any(finding.rule.id == "H069" for finding in card.findings.errors)
+    close(after, x @ (before + merged * delta).T)
+
+
+def add_in_place(layer: nn.Linear, delta: Tensor) -> None:
+    layer.weight.data += delta
+
+
+def bind_anew(layer: nn.Linear, delta: Tensor) -> None:
+    layer.weight = nn.Parameter(layer.weight + delta)
+
+
+def data_bound_anew(layer: nn.Linear, delta: Tensor) -> None:
+    layer.weight.data = layer.weight.data + delta
+
+
+@program("peft, tuners/lora/layer.py merge; the same under 1.19", "lazy", finds="")
+@program("peft, tuners/lora/layer.py merge", "lazy", "1.19", finds="")
+def a_merge_in_place_is_seen_by_a_captured_graph(card: Device) -> None:
+    merge(card, add_in_place)
+
+
+@program("hpu/graphs.py: a parameter bound anew after the capture", "lazy", finds="H069")
+def a_merge_into_a_new_parameter_is_named(card: Device) -> None:
+    merge(card, bind_anew)
+
+
+@program("hpu/graphs.py: data bound anew after the capture", "lazy", "1.19", finds="H069")
+def a_merge_into_new_data_is_named(card: Device) -> None:
+    merge(card, data_bound_anew)
+
+
+def call_wrapped(keep: Callable[[list[Tensor], Tensor, Tensor], None]) -> None:
+    """Three calls of a wrapped layer, of whose inputs and outputs a program keeps some."""
+    layer = nn.Linear(4, 4).eval()
+    twin = copy.deepcopy(layer)
+    held: list[Tensor] = []
+    graphed = hpu_module().wrap_in_hpu_graph(layer.to("hpu"))
+    with torch.no_grad():
+        for number in range(3):
+            x = torch.full((2, 4), float(number))
+            here = x.to("hpu")
+            made = graphed(here)
+            close(made, twin(x))
+            keep(held, here, made)
+    for kept in held:
+        kept.sum().item()
+
+
+@program("optimum-habana, generation; Model-References, inference", "lazy", finds="")
+@program("optimum-habana, generation; Model-References, inference", "lazy", "1.19", finds="")
+def a_wrapped_module_takes_a_new_tensor_at_each_call(card: Device) -> None:
+    call_wrapped(lambda held, x, made: held.append(made.clone()))
+
+
+@program(
+    "hpu/graphs.py, copy_to: the first caller's tensor is the static input", "lazy", finds="H064"
+)
+def an_input_that_a_later_call_overwrites_is_named(card: Device) -> None:
+    call_wrapped(lambda held, x, made: held.append(x))
+
+
+@program("hpu/graphs.py: each replay writes the same outputs", "lazy", finds="H063")
+def an_output_that_a_later_call_overwrites_is_named(card: Device) -> None:
+    call_wrapped(lambda held, x, made: held.append(made))
+
+
+def train(each: Callable[[Tensor], None], marks_backward: bool = True) -> None:
+    """Steps of Adam with a mark after backward and after the optimizer, as Model-References have them."""
+    core = hpu_module("core")
+    twin = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    model, x = copy.deepcopy(twin).to("hpu"), torch.randn(6, 4)
+    here = x.to("hpu")
+    for one, data in ((twin, x), (model, here)):
+        learner = torch.optim.AdamW(one.parameters(), lr=0.1, foreach=False)
+        for _ in range(8):
+            learner.zero_grad()
+            loss = one(data).square().mean()
+            loss.backward()
+            if one is model and marks_backward:
+                core.mark_step()
+            learner.step()
+            if one is model:
+                core.mark_step()
+                each(loss)
+    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        close(mine, theirs, 1e-4)
+
+
+@program("docs.habana.ai, Getting Started with Training: mark_step", "lazy", finds="")
+def a_training_with_step_marks_reads_its_loss_at_the_end(card: Device) -> None:
+    losses: list[Tensor] = []
+    train(lambda loss: losses.append(loss.detach()))
+    assert losses[-1].item() < losses[0].item()
+
+
+@program("Model-References, a loss printed at each step", "lazy", finds="H001")
+def a_loss_that_is_read_at_each_step_is_named(card: Device) -> None:
+    train(lambda loss: print(loss.item()), marks_backward=False)
+
+
+@program("torch.utils.checkpoint with dropout; optimum-habana, gradient_checkpointing", finds="")
+def a_checkpoint_draws_its_dropout_again(card: Device) -> None:
+    again = import_module("torch.utils.checkpoint").checkpoint
+    block = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.5), nn.Linear(16, 4)).to("hpu")
+    x, found = torch.randn(3, 4).to("hpu"), []
+    for run in (block, lambda t: again(block, t, use_reentrant=False)):
+        torch.manual_seed(7)
+        block.zero_grad()
+        run(x.clone().requires_grad_()).sum().backward()
+        found.append([p.grad.cpu() for p in block.parameters() if p.grad is not None])
+    for one, other in zip(*found, strict=True):
+        close(one, other)
+
+
+@program("vllm-gaudi, HabanaMemoryProfiler; docs.habana.ai, Memory Statistics", "lazy", finds="")
+def memory_is_counted_by_tensor(card: Device) -> None:
+    hpu = hpu_module()
+    hpu.reset_accumulated_memory_stats()
+    before = hpu.memory_stats(0)
+    held = [torch.zeros(1024, device="hpu") for _ in range(3)]
+    now = hpu.memory_stats("hpu:0")
+    assert now["NumAllocs"] == now["ActiveAllocs"] == 3 and now["NumFrees"] == 0
+    assert now["InUse"] - before["InUse"] == 3 * 4096 and now["MaxAllocSize"] >= 4096
+    held.clear()
+    assert hpu.memory_stats()["NumFrees"] == 3 and hpu.memory_allocated() == before["InUse"]
+    assert hpu.max_memory_allocated() >= now["InUse"] and "NumAllocs:" in hpu.memory_summary()
+    hpu.reset_peak_memory_stats()
+    assert hpu.max_memory_allocated() == hpu.memory_allocated()
+
+
+@program(
+    "torch.profiler with ProfilerActivity.HPU; docs.habana.ai, Profiling with PyTorch", finds=""
+)
+def a_profile_of_some_steps_is_written(card: Device) -> None:
+    profiler = torch.profiler
+    ready: list[Any] = []
+    kinds = [profiler.ProfilerActivity.CPU, profiler.ProfilerActivity.HPU]
+    plan = profiler.schedule(wait=0, warmup=1, active=1, repeat=1)
+    with profiler.profile(activities=kinds, schedule=plan, on_trace_ready=ready.append) as made:
+        for _ in range(3):
+            (torch.ones(4, device="hpu") * 2).sum().item()
+            made.step()
+    assert len(ready) == 1
+
+
+@program("hpu/events.py; docs.habana.ai, timing with events", finds="")
+def two_recorded_events_give_milliseconds(card: Device) -> None:
+    hpu = hpu_module()
+    begin, end = (hpu.Event(enable_timing=True) for _ in range(2))
+    with pytest.raises(RuntimeError, match="Both events must be recorded"):
+        begin.elapsed_time(end)
+    begin.record()
+    side = hpu.Stream()
+    with hpu.stream(side):
+        y = torch.ones(8, 8, device="hpu") @ torch.ones(8, 8, device="hpu")
+    hpu.current_stream().wait_stream(side)
+    hpu.record_stream(y, hpu.current_stream())
+    end.record()
+    end.synchronize()
+    assert begin.elapsed_time(end) >= 0 and y[0, 0].item() == 8
+
+
+def scale_to_float8(largest: float) -> Tensor:
+    """Numbers scaled to a range, cast, and scaled back."""
+    x = torch.linspace(-3, 3, 7, device="hpu")
+    scale = x.abs().max() / largest
+    return (x / scale).to(torch.float8_e4m3fn).float() * scale
+
+
+@program("vllm-gaudi, extension/ops.py: float8 of a Gaudi 2 ends at 240", finds="")
+def numbers_scaled_to_240_go_to_float8(card: Device) -> None:
+    torch.testing.assert_close(
+        scale_to_float8(240).cpu(), torch.linspace(-3, 3, 7), atol=0.2, rtol=0
+    )
+
+
+@program("any_mode/test_hpu_fp8_ops_any_mode.py, test_cast_to_fp8_v2_out_of_range", finds="H035")
+def numbers_scaled_to_448_are_cut_off(card: Device) -> None:
+    assert scale_to_float8(448).abs().max().item() == pytest.approx(3 * 240 / 448)
+
+
+@program("a checkpoint in float8, made for 448", finds="H035")
+def float8_of_another_maker_is_not_a_number(card: Device) -> None:
+    weight = torch.tensor([100.0, 448.0]).to(torch.float8_e4m3fn)
+    assert weight.to("hpu").float().isnan().tolist() == [False, True]
+
+
+@program("docs.habana.ai, Mixed Precision with torch.compile", "eager", finds="")
+def a_compiled_function_computes_under_autocast(card: Device) -> None:
+    layer, x = nn.Linear(4, 4).to("hpu"), torch.randn(3, 4)
+
+    def norm(t: Tensor) -> Tensor:
+        with torch.autocast("hpu", dtype=torch.bfloat16):
+            logits: Tensor = layer(t)
+        return logits.float().softmax(-1)
+
+    with torch.no_grad():
+        found = compiled(norm)(x.to("hpu"))
+    want = F.linear(x, layer.weight.cpu(), layer.bias.cpu()).softmax(-1)
+    close(found, want.detach(), 2e-2)
+
+
+@program("torch.compile without a backend", "eager", finds="H086")
+def inductor_has_no_code_for_the_card(card: Device) -> None:
+    double = torch.compile(lambda x: x * 2, backend="inductor")
+    with suppress(Exception):
+        double(torch.ones(2, device="hpu"))
+
+
+@program("hpu/_utils.py, HPUGuardImpl.h: one device a process", finds="")
+def there_is_no_second_device(card: Device) -> None:
+    hpu = hpu_module()
+    hpu.set_device(0)
+    with hpu.device("hpu:0"):
+        assert torch.ones(2, device="hpu:0").get_device() == hpu.current_device() == 0
+    refused: list[Callable[[], Any]] = [
+        lambda: hpu.set_device(9),
+        lambda: hpu.device(1),
+        lambda: hpu.memory_allocated(5),
+        lambda: hpu.get_device_name("hpu:2"),
+        lambda: hpu.get_rng_state(1),
+    ]
+    for use in refused:
+        with pytest.raises(AssertionError, match="Invalid device id"):
+            use()
+    for move in (lambda: torch.ones(2, device="hpu:1"), lambda: nn.Linear(2, 2).to("hpu:1")):
+        with pytest.raises(RuntimeError, match="habana active device: 1 != 0"):
+            move()
+    with pytest.raises(ValueError, match="Expected a hpu device"):
+        hpu.memory_allocated("cpu")
+
+
+@program("core/torch_overwrites.py, wrap_seed; hpu/random.py", finds="")
+def seeds_reach_the_card(card: Device) -> None:
+    hpu, host = hpu_module(), torch.Generator().manual_seed(3)
+    assert torch.seed() == hpu.initial_seed()
+    state = hpu.get_rng_state_all()
+    drawn = torch.rand(3, device="hpu")
+    hpu.set_rng_state_all(state)
+    close(drawn, torch.rand(3, device="hpu").cpu())
+    first = torch.randn(3, device="hpu", generator=host)
+    host.manual_seed(3)
+    close(first, torch.randn(3, device="hpu", generator=host).cpu())
+
+
+@program("hpex/kernels/FusedSDPA.py, sdpa_fwd_wrapper", finds="")
+def fused_attention_asserts_what_its_training_needs(card: Device) -> None:
+    hpu, fused = hpu_module(), hpu_module("hpex.kernels").FusedSDPA
+    q = torch.randn(1, 2, 4, 8, device="hpu", requires_grad=True)
+    still, lengths = q.detach(), torch.tensor([4], device="hpu")
+    with pytest.raises(TypeError):
+        fused.apply(still, still, still, is_causal=True)
+    fast = (None, 0.0, False, None, "fast")
+    with pytest.raises(AssertionError, match="fast"):
+        fused.apply(q, q, q, *fast)
+    with pytest.raises(AssertionError, match="valid_seq_len"):
+        fused.apply(q, q, q, None, 0.0, True, None, "None", None, lengths)
+    with hpu.sdp_kernel(enable_recompute=False):
+        fused.apply(q, q, q, *fast).sum().backward()
+    assert q.grad is not None and hpu.recompute_sdp_enabled()
+    host = still.cpu()
+    want = F.scaled_dot_product_attention(host, host, host)
+    close(fused.apply(still, still, still, *fast), want)
+
+
+@program("docs.habana.ai, PyTorch Support Matrix: torch.jit in no mode", finds="")
+def torchscript_is_refused(card: Device) -> None:
+    layer, x = nn.Linear(2, 2), torch.ones(1, 2)
+    traced = torch.jit.trace(layer, x)
+    close(traced(x), layer(x))
+    for use in (lambda: torch.jit.trace(layer.to("hpu"), x.to("hpu")), lambda: traced(x.to("hpu"))):
+        with pytest.raises(EmulatorError, match="TorchScript does not run on hpu"):
+            use()
+
+
+@program("docs.habana.ai, GPU Migration Toolkit", finds="")
+def the_migration_toolkit_says_that_it_is_not_here(card: Device) -> None:
+    with pytest.raises(OutOfScope, match="gpu_migration is out of the emulator's scope"):
+        import_module(f"{ROOT}.torch.gpu_migration")
+
+
+@program("a random number of the host in a captured function", "lazy", finds="H070")
+def a_random_number_of_the_host_is_named(card: Device) -> None:
+    def drop(x: Tensor) -> Tensor:
+        return x * float(torch.rand(()) > 2)
+
+    graphed = hpu_module().wrap_in_hpu_graph_func(drop)
+    assert graphed(torch.ones(2, device="hpu")).tolist() == [0, 0]
+
+
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.id)
 def test_a_program_does_what_it_does_on_a_card(program: Program) -> None:
     with loaded(program) as card:
         program.run(card)
+        found = {f.rule.id for f in card.findings.sorted() if f.severity != "info"}
+    assert program.finds is None or found == set(program.finds.split())
+
+
+def test_every_public_name_is_there_or_refused() -> None:
+    page = (Path(__file__).parents[1] / "docs/gaudi-lint.md").read_text()
+    for release in RELEASES:
+        with emulate(release, lazy=True):
+            import_module(f"{ROOT}.torch")
+            for name in listed("public") + listed("public_since_1.24") * (release != "1.19"):
+                module, _, own = name.rpartition(".")
+                value = getattr(import_module(f"{ROOT}.torch.{module}"), own)
+                if isinstance(value, Beyond):
+                    assert f"`{own}`" in page, own
+                    with pytest.raises(OutOfScope, match=f"{own} is out of the emulator's scope"):
+                        value()
+
+
+def test_a_report_of_an_emulated_card_says_so() -> None:
+    for release in RELEASES:
+        with emulate(release, lazy=True):
+            backend = HPUBackend()
+            ok, why = backend.available()
+            marked = f"GAUDI2 (emulated, bridge {release}: contract-checked)"
+            assert ok and why.startswith(marked) and backend.describe()["card"] == marked
+            assert backend.hpu.get_device_name() == "GAUDI2"
