@@ -156,8 +156,6 @@ class FusedSDPA:
             or is_causal,
             "valid_seq_len is for inference with is_causal": valid_seq_len is None
             or (is_causal and not learns),
-            "return_attn_probs is for inference": not (return_attn_probs and learns),
-            "return_dropout_mask needs recompute off": not (return_dropout_mask and recompute),
         }
         for message, holds in needed.items():
             need(holds, message)
