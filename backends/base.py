@@ -327,6 +327,7 @@ class Backend(ABC):
         transfers: how the host hands work to the device.
         shares_pool: whether all recordings keep what they compute in one memory.
         skips_guards: whether a compiled step leaves out the checks of its inputs once it is warm.
+        compiles_parts: whether what runs outside of the step is compiled too: else each of its operators is a launch.
         overlaps: whether another thread's work may run at the same time as the steps, in what `own_stream` makes.
     """
 
@@ -340,6 +341,7 @@ class Backend(ABC):
     is_host = False
     shares_pool = False
     skips_guards = False
+    compiles_parts = False
     overlaps = False
 
     def __init__(self, graphs: str = "auto") -> None:  # noqa: B027 - most need not know

@@ -483,11 +483,12 @@ def put_in_place(card: Device, graph: fx.GraphModule) -> int:
     """Let index copies into the caller's tensors be in place, as the release's pass does; the closing copy goes.
 
     1.19 does not ask that the closing copy be of this very write: of a chain the first member is put in place and
-    what the others wrote is lost. From 1.24 on no member of a chain is.
+    what the others wrote is lost; and what the graph reads before it writes it is not put in place. From 1.24 on
+    no member of a chain is, nor what is read as it was after its write.
 
-    Returns: writes by index that are left, each of which copies its whole tensor.
+    Returns: writes by index into the caller's tensors that are left, each of which copies its whole tensor.
     """
-    writes = [n for n in operators(graph) if plain_packet(n) in INDEX_WRITES and root(n)]
+    writes = [n for n in operators(graph) if plain_packet(n) in INDEX_WRITES and lasts(n)]
     left = len(writes)
     for node in writes:
         closing = fits(card, node)
@@ -505,6 +506,15 @@ def put_in_place(card: Device, graph: fx.GraphModule) -> int:
     return left
 
 
+def lasts(node: fx.Node) -> bool:
+    """Whether what a node writes comes to be in the caller's tensor; else it is a new tensor that the program made."""
+    base, reached = root(node), [node]
+    for one in reached:
+        if plain_packet(one) in INDEX_WRITES | SAME_TENSOR:
+            reached += one.users
+    return base is not None and closing_copy(base) in reached
+
+
 def fits(card: Device, node: fx.Node) -> fx.Node | None:
     """The closing copy that goes if an index copy is put in place; None if it is not."""
     base = node.args[0]
@@ -512,9 +522,12 @@ def fits(card: Device, node: fx.Node) -> fx.Node | None:
     if not copies or not isinstance(base, fx.Node) or base.op != "placeholder":
         return None
     closing = closing_copy(base)
-    if closing is None or len(base.users) != 2:
+    if closing is None:
         return None
-    return closing if card.release.chains_corrupt or closing.args[1] is node else None
+    if card.release.chains_corrupt:
+        return closing if len(base.users) == 2 else None
+    read_later = any(node < user < closing for user in base.users)
+    return closing if closing.args[1] is node and not read_later else None
 
 
 def watched(card: Device, site: Site, run: Callable[..., Any]) -> Callable[..., Any]:

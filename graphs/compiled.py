@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import lru_cache, partial
 from inspect import isgeneratorfunction
 from types import FunctionType
 from typing import Any
@@ -20,6 +20,7 @@ from lantern_hpu.graphs.base import Function, Runner, State
 
 SHOWN = 4  # lines of a compiler's error
 set_stance: Any = getattr(torch.compiler, "set_stance", None)  # from torch 2.6 on
+KEPT = 256  # compiled parts of a model that are kept, each for its shapes
 WARM = 2  # calls of a warm-up: the one that compiles, and one that finds what was compiled
 
 
@@ -39,12 +40,9 @@ class CompiledRunner(Runner):
 
     def __call__(self) -> Tensor:
         before, began = counters["stats"]["unique_graphs"], time.perf_counter()
-        try:
-            with self.backend.errors(), without_guards() if self.unguarded else nullcontext():
-                result = self.compiled(self.state)
-        except torch._dynamo.exc.TorchDynamoException as error:
-            what = f"{type(self.function).__name__} cannot be compiled"
-            raise CaptureError(what, reason(error), Arg("graphs", "eager")) from error
+        stance = without_guards() if self.unguarded else nullcontext()
+        with compiler_errors(type(self.function), self.backend), stance:
+            result = self.compiled(self.state)
         if made := counters["stats"]["unique_graphs"] - before:
             self.stats.captures += made
             self.stats.capture_seconds += time.perf_counter() - began
@@ -98,6 +96,46 @@ class CompiledLayersRunner(CompiledRunner):
             return result
 
         return call
+
+
+class PartCompiler:
+    """Compiles the methods that `whole` names, each by itself: of modules that run outside of the step.
+
+    Modules that are alike share what was made for the shapes of one; other shapes, as of another picture's size, are
+    compiled when they first come.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self.compiled = lru_cache(KEPT)(self.compile)
+
+    def __call__(self, module: nn.Module) -> None:
+        """From now on those of this module and of the modules in it run compiled."""
+        for part in module.modules():
+            for name in wholes(part):
+                vars(part)[name] = partial(self.run, part, name)
+
+    def run(self, part: nn.Module, name: str, *given: Any, **named: Any) -> Any:
+        values = (*given, *named.values())
+        key = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in values)
+        with compiler_errors(type(part), self.backend):
+            kind: Any = type(part)
+            return self.compiled(kind, name, key)(part, *given, **named)
+
+    def compile(self, kind: Any, name: str, key: object) -> Callable[..., Any]:
+        """What is called for arguments of one key."""
+        return self.backend.compile(own_code(getattr(kind, name)))
+
+
+@contextmanager
+def compiler_errors(kind: type, backend: Backend) -> Iterator[None]:
+    """Raises a CaptureError where a compiler fails on a method of a class, and the device's errors as it words them."""
+    try:
+        with backend.errors():
+            yield
+    except torch._dynamo.exc.TorchDynamoException as error:
+        what = f"{kind.__name__} cannot be compiled"
+        raise CaptureError(what, reason(error), Arg("graphs", "eager")) from error
 
 
 def wholes(part: nn.Module) -> tuple[str, ...]:

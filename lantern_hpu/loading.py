@@ -66,6 +66,12 @@ def load_model(
         place = Placement(
             fit.dtype, backend.device, fit.kernels, options.keep_text, upload, quantize
         )
+        if backend.compiles_parts:
+            from lantern_hpu.graphs.compiled import (
+                PartCompiler,  # with torch's compiler, which takes long
+            )
+
+            place = replace(place, compile_parts=PartCompiler(backend))
         with backend.loading(opened.config.target.parameters):
             model = opened.load(place)
             if quantize is not None:

@@ -20,9 +20,12 @@ from lantern_hpu.backends.hpu.env import RECIPE_CACHE, RELEASES
 from lantern_hpu.cli import main
 from lantern_hpu.errors import Arg, CaptureError, DeviceError, Words
 from lantern_hpu.graphs import make_runner
-from lantern_hpu.graphs.compiled import CompiledRunner
+from lantern_hpu.graphs.compiled import CompiledRunner, PartCompiler
 from lantern_hpu.methods.relaxation import PRESETS, Clustered
 from lantern_hpu.methods.setting import METHODS, SMALL_TREE, Setting
+from lantern_hpu.models.config import VisionConfig
+from lantern_hpu.models.pictures import VisionTower, bilinear_rows
+from lantern_hpu.models.text.prefix import CaptionProjection
 from lantern_hpu.ops import kernels
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.tree import DynamicTree, Tree, Window, load_tree
@@ -83,6 +86,9 @@ CELLS = [
     *((method, "compile", "1.24") for method in ("scd:tv=0.3@4", "scd@4:commit=2")),
 ]
 LAUNCHES = {"hpu_graph": 1, "hpu_graph_split": 2, "compile": 1}  # of a step; a prefix has one
+# Compiled outside of it: words and their projection, and the pixels of each image
+PARTS = 2 + len(PROMPTS)
+SINGLE = 40  # operators that are launched alone for two images, with what is uploaded and read
 
 
 def small_tree(name: str) -> Tree | None:
@@ -118,11 +124,76 @@ def test_both_releases_draw_the_images_of_the_cpu_and_have_nothing_to_say(
         if graphs in LAUNCHES:
             steps = graph["replays"] - 1  # and a prefill
             assert graph["captures"] == 2
-            assert counts["graph_launches"] == LAUNCHES[graphs] * steps + 1
+            parts = PARTS if graphs == "compile" else 0
+            assert counts["graph_launches"] == LAUNCHES[graphs] * steps + 1 + parts
+        if graphs.startswith("compile"):
+            # 1.19 copies what is read before it is written: a cache whose accepted paths move
+            tree = pipeline.resolve(setting).tree
+            assert bool(counts["whole_copies"]) == (release == "1.19" and not tree.is_chain)
+        if graphs == "compile":
+            assert counts["launches"] - counts["graph_launches"] <= SINGLE
         if graphs.startswith("hpu_graph"):
             assert graph["device"]["graph_compilations"] == 0
             # The engine's own reads, and one for the pixels of each image
             assert counts["host_syncs"] == graph["host_reads"] + len(PROMPTS)
+
+
+def tower() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    sizes = VisionConfig(dim=16, layers=3, heads=2, ffn_dim=16, patch=8, side=4, code_dim=4)
+    return VisionTower(sizes), (torch.randn(1, 3, 16, 24), bilinear_rows(2, 4), bilinear_rows(3, 4))
+
+
+def projection() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    return CaptionProjection(8, 16, 4), (torch.randn(2, 4, 8),)
+
+
+def encoder() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    transformers: Any = pytest.importorskip("transformers")
+    config = transformers.T5Config(
+        vocab_size=16, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=4
+    )
+    made = transformers.T5EncoderModel(config)
+    made.whole = ("forward",)
+    return made, (torch.tensor([[3, 4, 1, 0]]), torch.tensor([[1, 1, 1, 0]]))
+
+
+@pytest.mark.parametrize(
+    ("make", "launches", "graphs"),
+    mostly_slow([(projection, 1, 1), (tower, 5, 3), (encoder, 1, 1)], (projection, 1, 1)),
+)
+def test_what_runs_outside_of_the_step_is_compiled_by_parts(
+    make: Any, launches: int, graphs: int
+) -> None:
+    """Once for all parts that are alike, however many of them there are and however often they run."""
+    module, given = make()
+    module.eval().requires_grad_(False)
+    with emulate() as card, torch.no_grad():
+        want = module(*given)[0]
+        backend = get_backend("hpu", "compile")
+        assert backend.compiles_parts and not get_backend("hpu", "eager").compiles_parts
+        PartCompiler(backend)(module.to(backend.device))
+        uploaded = [values.to(backend.device) for values in given]
+        for _ in range(2):
+            before = card.counts.launches
+            got = module(*uploaded)
+            assert card.counts.launches - before == launches
+        assert card.counts.recipes == graphs
+        torch.testing.assert_close(got[0].cpu(), want)
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_path_is_moved_in_place(release: str) -> None:
+    """1.24 writes a cache in place that the same graph read before; 1.19 copies it."""
+
+    def step(cache: Tensor, source: Tensor, goal: Tensor, new: Tensor) -> Tensor:
+        moved = torch.cat([cache.index_select(0, source), new])
+        return cache.index_copy_(0, goal, moved).sum()
+
+    given = [torch.zeros(8, 2), torch.tensor([3]), torch.tensor([1, 4]), torch.ones(1, 2)]
+    with emulate(release) as card, torch.no_grad():
+        compiled = get_backend("hpu", "compile").compile(step)
+        assert compiled(*(values.to("hpu") for values in given)).item() == 2
+        assert card.counts.whole_copies == (release == "1.19")
 
 
 def test_a_card_draws_in_bfloat16_with_the_defaults_of_a_card(model: Path) -> None:

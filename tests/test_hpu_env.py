@@ -151,7 +151,7 @@ def test_what_is_loaded_already_is_followed(monkeypatch: Patch, lazy: bool) -> N
 
 
 COLLECTIVES = "PT_HPU_ENABLE_LAZY_COLLECTIVES"
-IN_PLACE, REUSE = env.IN_PLACE.name, env.INPUT_REUSE.name
+REUSE = env.INPUT_REUSE.name
 
 
 @pytest.mark.parametrize(
@@ -162,9 +162,7 @@ IN_PLACE, REUSE = env.IN_PLACE.name, env.INPUT_REUSE.name
         (COLLECTIVES, "hpu_graph", "1.24.0", {"WORLD_SIZE": "1"}, None),
         (COLLECTIVES, "hpu_graph", "1.24.0", {}, None),
         (COLLECTIVES, "compile", "1.24.0", {"WORLD_SIZE": "8"}, None),
-        (IN_PLACE, "compile", "1.19.0", {}, "0"),
-        (IN_PLACE, "compile", "1.19.0", {IN_PLACE: "1"}, None),
-        (IN_PLACE, "hpu_graph", "1.19.0", {}, None),
+        (REUSE, "compile", "1.19.0", {}, None),
         (REUSE, "compile", "1.24.0", {}, "0"),
         (REUSE, "compile", "1.24.0", {REUSE: "1"}, None),
         (REUSE, "hpu_graph", "1.24.0", {}, None),

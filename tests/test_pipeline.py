@@ -24,6 +24,7 @@ from lantern_hpu.errors import InvalidImageError, OptionError, WeightsError
 from lantern_hpu.loading import write_folder as write_converted
 from lantern_hpu.methods.relaxation import EXACT, PRESETS, Additive, Relaxation, read_relaxation
 from lantern_hpu.methods.setting import Resolved
+from lantern_hpu.models.vq import as_bytes
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.tree import DraftTree, load_static
 from tests.folder import write_folder
@@ -188,10 +189,10 @@ def test_a_command_ends_with_1_and_writes_the_other_images(
 def test_pixels_that_are_no_numbers_are_seen(value: float) -> None:
     """Infinite ones would be clamped to white or black."""
     pixels = torch.zeros(2, 3, 4, 5)
-    images, valid = to_images(pixels)
+    images, valid = to_images(as_bytes(pixels), 4, 5)
     assert valid and images[0].size == (5, 4)
     pixels[1, 2, 3, 4] = value
-    assert not to_images(pixels)[1]
+    assert not to_images(as_bytes(pixels), 4, 5)[1]
 
 
 def test_weights_that_hold_nan_are_named_when_they_are_converted(

@@ -120,6 +120,11 @@ class HPUBackend(Backend):
             return LAZY_MODES | OTHER_MODES
         return LAZY_MODES if self.flags.lazy else OTHER_MODES
 
+    @property
+    def compiles_parts(self) -> bool:  # type: ignore[override]
+        """In compile mode; lazy mode makes graphs of what it gathers."""
+        return not self.lazy and self.wanted != "eager"
+
     def available(self) -> tuple[bool, str]:
         reasons: list[str] = []
         if hpu_env.plugin_folder() is not None:
@@ -162,7 +167,7 @@ class HPUBackend(Backend):
 
     def in_graph(self, candidate: Candidate) -> Candidate:
         """A candidate as steps call it: in compile mode inside of a graph, which may make something else of it."""
-        if self.lazy or self.wanted == "eager":
+        if not self.compiles_parts:
             return candidate
         return replace(candidate, make=lambda: self.compile(candidate.make()))
 

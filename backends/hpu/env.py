@@ -64,12 +64,6 @@ class Release:
         return f"bridge {self.name}"
 
 
-IN_PLACE = FlagSetting(
-    "PT_HPU_USE_INPLACE_INDEX_COPY",
-    "0",
-    "a pass of the compiler keeps only the first of several index_copy_ on one tensor",
-    "1 writes caches in place, right only while a compiled step writes each once",
-)
 INPUT_REUSE = FlagSetting(
     "PT_HPU_ENABLE_SYNAPSE_INPUT_REUSE",
     "0",
@@ -77,7 +71,7 @@ INPUT_REUSE = FlagSetting(
     "1 saves memory, and a step that is cut in parts may read overwritten state",
 )
 RELEASES = {
-    "1.19": Release("1.19", autoloads=False, checks_flags=False, state_flags=(IN_PLACE,)),
+    "1.19": Release("1.19", autoloads=False, checks_flags=False, state_flags=()),
     "1.24": Release("1.24", autoloads=True, checks_flags=True, state_flags=(INPUT_REUSE,)),
 }
 DEFAULT = RELEASES["1.24"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -52,21 +51,19 @@ def decode_codes(
     for row in torch.from_numpy(codes.astype(np.int32)).split(1):
         backend.transfers.flush()  # the same graph for each image
         with torch.no_grad():
-            made, valid = to_images(vq.decode_codes(row.to(backend.device), config.grid))
+            height, width = (side * vq.config.downsample for side in config.grid)
+            made, valid = to_images(vq.draw(row.to(backend.device), config.grid), height, width)
             images += made
             if check and not valid:
                 raise InvalidImageError.of_pixels(made)
     return images
 
 
-def to_images(pixels: Tensor) -> tuple[list[Image.Image], bool]:
-    """[B, 3, H, W] in [-1, 1] to RGB pictures, and whether all numbers are finite: in one host read."""
-    size = (*pixels.shape[2:], 3)
-    scaled = ((pixels.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
-    rows = scaled.permute(0, 2, 3, 1).flatten(1)  # [B, H * W * 3]
-    finite = pixels.abs().flatten(1).amax(1, keepdim=True) < math.inf  # [B, 1]; of NaN it is false
-    read = torch.cat([rows, finite.to(torch.uint8)], 1).cpu().numpy()
-    return [Image.fromarray(row[:-1].reshape(size)) for row in read], bool(read[:, -1].all())
+def to_images(rows: Tensor, height: int, width: int) -> tuple[list[Image.Image], bool]:
+    """Pictures of what `as_bytes` returns, and whether all their numbers were finite: in one host read."""
+    read = rows.cpu().numpy()
+    made = [Image.fromarray(row[:-1].reshape(height, width, 3)) for row in read]
+    return made, bool(read[:, -1].all())
 
 
 @own_defaults()

@@ -64,7 +64,10 @@ class Prefill(nn.Module):
             state.moves.source.index_copy_(0, slot, idle)
             state.moves.goal.index_copy_(0, slot, idle)
         for counter in state.counters:
-            counter.index_fill_(0, slot, 0)
+            none = torch.zeros_like(entry.slot, dtype=counter.dtype)  # [A]
+            if counter.dim() > 1:
+                none = none[:, None].expand(-1, counter.shape[1])
+            counter.index_copy_(0, slot, none)
         state.tokens.index_copy_(0, self.first[entry.slot].long(), root)
         state.root.index_copy_(0, slot, root)
         return state.known.copy_(state.count + 1)

@@ -6,7 +6,7 @@ import hashlib
 import io
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -28,7 +28,7 @@ from lantern_hpu.models.text.frames import check_sources
 from lantern_hpu.models.text.prefix import Conditioner, condition_modules
 from lantern_hpu.models.transformer import Drafter, Target
 from lantern_hpu.models.vq import CosmosVQ, Emu3VQ, MoVQ, Tokenizer, VQModel, count_decoder
-from lantern_hpu.ops.buffers import ToDevice, to_device
+from lantern_hpu.ops.buffers import ToDevice, leave, to_device
 from lantern_hpu.ops.kernels import PLAIN, Kernels
 from lantern_hpu.ops.quantized import matrix_layers
 
@@ -47,6 +47,8 @@ class Placement:
     keep_text: str = "host"  # where the text encoder stays once prompts are encoded
     to_device: ToDevice = to_device  # how prompts go up
     quantize: str | None = None  # the smaller format that matrices are turned into
+    # What is done to a module that runs outside of the step, once it has its weights
+    compile_parts: Callable[[nn.Module], None] = leave
 
 
 TOKENIZERS = {"image": VQModel, "video": Emu3VQ, "movq": MoVQ, "cosmos": CosmosVQ}  # of pictures

@@ -84,6 +84,10 @@ class Reader(ABC):
 class VisionBlock(nn.Module):
     """Attention over all patches of one picture, and an MLP; norms in front of both."""
 
+    whole = (
+        "forward",
+    )  # what may be compiled by itself, once for all blocks and each number of patches
+
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
         dim, self.heads = config.dim, config.heads
@@ -116,6 +120,8 @@ class VisionTower(nn.Module):
     Names are those of the published files, of `model.visual.` and `model.vqmodel.`.
     """
 
+    whole = ("embed", "project")  # with its blocks, whose number makes no other graph
+
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
         dim, patch, self.side = config.dim, config.patch, config.side
@@ -132,15 +138,23 @@ class VisionTower(nn.Module):
 
         Returns [h, w, code_dim].
         """
+        x = self.embed(pixels, rows, columns)
+        for block in self.blocks:
+            x = block(x)
+        return self.project(x, len(rows))
+
+    def embed(self, pixels: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        """Patches, and where they are: [1, h w, C]."""
         table: Tensor = self.embeddings["position_embedding"].weight  # type: ignore[assignment]
         patches = self.patch_embed["proj"](pixels.to(table.dtype))[0]  # [C, h, w]
         square = table.float().unflatten(0, (self.side, -1))  # [side, side, C]
         down = (rows @ square.flatten(1)).unflatten(1, (self.side, -1))  # [h, side, C]
         places = (columns @ down).to(table.dtype)  # [h, w, C]
-        x = (patches.permute(1, 2, 0) + places).flatten(0, 1)[None]  # [1, h w, C]
-        for block in self.blocks:
-            x = block(x)
-        grid = x[0].T.unflatten(1, patches.shape[1:])[None]  # [1, C, h, w]
+        return (patches.permute(1, 2, 0) + places).flatten(0, 1)[None]
+
+    def project(self, x: Tensor, rows: int) -> Tensor:
+        """[1, h w, C] to [h, w, code_dim]."""
+        grid = x[0].T.unflatten(1, (rows, -1))[None]  # [1, C, h, w]
         found: Tensor = self.quant_conv(grid)[0].permute(1, 2, 0)
         return found
 

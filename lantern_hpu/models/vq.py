@@ -6,6 +6,7 @@ here. Parameter names are those of the published files, or of transformers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -203,9 +204,18 @@ class Codebook(nn.Module):
         return self.project(self.embedding(codes))
 
 
+def as_bytes(pixels: Tensor) -> Tensor:
+    """Pixels [B, 3, H, W] in [-1, 1] as bytes, and behind them whether all numbers are finite: [B, H * W * 3 + 1]."""
+    scaled = ((pixels.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
+    rows = scaled.permute(0, 2, 3, 1).flatten(1)  # [B, H * W * 3]
+    finite = pixels.abs().flatten(1).amax(1, keepdim=True) < math.inf  # [B, 1]; of NaN it is false
+    return torch.cat([rows, finite.to(torch.uint8)], 1)
+
+
 class Tokenizer(nn.Module):
     """Turns codes into pictures."""
 
+    whole: tuple[str, ...] = ("draw",)  # what may be compiled by itself, as of a `Block`
     config: VQConfig
     quantize: Codebook
     post_quant_conv: nn.Conv2d
@@ -222,9 +232,15 @@ class Tokenizer(nn.Module):
         z = self.quantize.look_up(codes.reshape(-1, *grid))  # [B, h, w, code_dim]
         return self.decode_latents(z).float().clamp(-1, 1)
 
+    def draw(self, codes: Tensor, grid: tuple[int, int]) -> Tensor:
+        """The same as `as_bytes` has it."""
+        return as_bytes(self.decode_codes(codes, grid))
+
 
 class VQModel(Tokenizer):
     """LlamaGen's tokenizer, which encodes images as well."""
+
+    whole = ("draw", "encode")
 
     def __init__(self, config: VQConfig) -> None:
         super().__init__()

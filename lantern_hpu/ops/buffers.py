@@ -75,3 +75,7 @@ def to_device(values: Tensor, device: torch.device | None) -> Tensor:
 def arange32(size: int) -> Tensor:
     """0 .. size - 1 as int32."""
     return torch.arange(size, dtype=torch.int32)
+
+
+def leave(module: nn.Module) -> None:
+    """What is done to a module that runs outside of the step, where that is not compiled: nothing."""

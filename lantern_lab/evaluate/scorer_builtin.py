@@ -195,4 +195,5 @@ def through_tokenizer(pipeline: LanternPipeline, pixels: Pixels) -> Iterator[Pix
     for start in tqdm(range(0, len(pixels), 8), desc="tokenizer", unit="batch"):
         floats = to_network(pixels[start : start + 8]).to(weight.device, weight.dtype)
         codes = vq.encode(floats).flatten(1)
-        yield from map(small, to_images(vq.decode_codes(codes, grid))[0])
+        rows, sides = vq.draw(codes, grid), (side * vq.config.downsample for side in grid)
+        yield from map(small, to_images(rows, *sides)[0])

@@ -82,7 +82,7 @@ class EagleDrafting(Drafting):
         tokens, last = owed[:, None].expand(-1, self.width), hidden[:, -1:]
         kept.pending_tokens.index_copy_(0, slot, tokens)
         kept.pending_features.index_copy_(0, rows.long(), last.expand(-1, self.width, -1))
-        kept.pending_count.index_fill_(0, slot, 1)
+        kept.pending_count.index_copy_(0, slot, torch.ones_like(entry.slot))
 
     def absorb(self, committed: Committed, state: DecodeState) -> None:
         """The path's features and the tokens after them are what the drafter has to catch up with."""

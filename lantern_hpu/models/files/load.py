@@ -19,7 +19,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from glob import escape
 from pathlib import Path
 from typing import Any
@@ -151,6 +150,8 @@ class OpenedModel:
             files["text"] = fingerprint(stored, {name: Source.of(name) for name in stored.shapes})
         if config.vq is not None and weights.vq is not None:
             vq, files[VQ] = load_vq(config.vq, weights.vq, device)
+        for module in filter(None, (vq, *condition.parts().values())):
+            placement.compile_parts(module)
         if config.condition.kind == "tokens" and reads_pictures(config):
             condition.reader = make_reader(config, weights.vision, vectors, vq, placement)
         model = ImageModel(
@@ -322,7 +323,11 @@ def make_reader(
     """What makes codes of sources; None without the weights for it."""
     up = placement.to_device
     if config.vision is not None and vision is not None and vectors is not None:
-        fill = partial(vision.fill, dtype=placement.dtype, device=placement.device)
+
+        def fill(tower: nn.Module) -> None:
+            vision.fill(tower, placement.dtype, placement.device)
+            placement.compile_parts(tower)
+
         return GlmImageReader(config.vision, fill, vectors.weight, up)
     return LuminaReader(vq, config.target, up) if isinstance(vq, VQModel) else None
 
@@ -356,7 +361,8 @@ def text_encoder(config: ConditionConfig, prefix: int, placement: Placement) -> 
         what = "the text encoder is missing" + (f" ({config.text})" if config.text else "")
         raise WeightsError(what, "prompts cannot be read", Arg("text_encoder", "FOLDER"))
     dtype, where = placement.dtype or torch.float32, (placement.device, placement.to_device)
-    text = T5Conditioner(Path(config.text), prefix, dtype, *where, keep=placement.keep_text)
+    how = (placement.keep_text, placement.compile_parts)
+    text = T5Conditioner(Path(config.text), prefix, dtype, *where, *how)
     if text.width != config.dim:
         why = f"its features are {text.width} wide, the target reads {config.dim}"
         raise WeightsError(f"the text encoder {text.folder} is for another target", why)

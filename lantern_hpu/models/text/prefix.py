@@ -58,6 +58,8 @@ class WordConditioner(nn.Module, TextConditioner):
     Id 0 pads, id 1 is any unknown word, known words follow in sorted order. Articles are dropped.
     """
 
+    whole = ("forward",)  # what may be compiled by itself
+
     def __init__(
         self,
         words: Sequence[str],
@@ -223,6 +225,8 @@ class CaptionProjection(nn.Module):
 
     Pads are exact zeros and stay zeros, since neither layer has a bias.
     """
+
+    whole = ("forward",)  # what may be compiled by itself
 
     def __init__(self, caption_dim: int, dim: int, prefix: int) -> None:
         super().__init__()

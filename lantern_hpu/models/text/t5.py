@@ -6,7 +6,7 @@ import html
 import re
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import unquote_plus
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lantern_hpu.errors import WeightsError, needing
 from lantern_hpu.files import check_content, reading
@@ -23,7 +23,7 @@ from lantern_hpu.models.config import T5Config
 from lantern_hpu.models.files.checkpoint import SINGLES, open_as_stored
 from lantern_hpu.models.files.names import indexed_files, weights_files
 from lantern_hpu.models.text.prefix import TextConditioner, TextFeatures
-from lantern_hpu.ops.buffers import ToDevice, to_device
+from lantern_hpu.ops.buffers import ToDevice, leave, to_device
 
 CACHED = 1024  # prompts whose features stay on the host, at most 0.5 GB for flan-t5-xl
 TAGS = 32  # a caption with more is not markup, and the parser's time grows with their square
@@ -143,6 +143,9 @@ class T5Conditioner(TextConditioner):
         device: torch.device | None = None,
         to_device: ToDevice = to_device,
         keep: str = "host",  # where the encoder stays between prompts; "free" drops it and reads it again
+        compile_parts: Callable[
+            [nn.Module], None
+        ] = leave,  # what is done to a new encoder that stays
     ) -> None:
         check_t5_files(folder)
         self.folder = folder
@@ -151,6 +154,7 @@ class T5Conditioner(TextConditioner):
         self.device = device
         self.keep = keep
         self.to_device = to_device
+        self.compile_parts = compile_parts
         # A server encodes in one thread, reads what is known in another, and counts tokens in a third
         self._encoding = threading.Lock()  # of the encoder
         self._lock = threading.Lock()  # of the tokenizer and of what is known: never held for long
@@ -274,8 +278,12 @@ class T5Conditioner(TextConditioner):
                     raise WeightsError(f"{self.folder} is not a T5 encoder", why)
                 held = {name: stored.read(name) for name in encoder.state_dict() if name in stored}
                 encoder.load_state_dict(held, strict=False)
-            self._encoder = encoder.eval().requires_grad_(False)
-        self._encoder = self._encoder.to(self.device)
+            self._encoder = encoder.eval().requires_grad_(False).to(self.device)
+            if self.keep == "device":  # elsewhere it takes longer to get there than to launch
+                self._encoder.whole = ("forward",)
+                self.compile_parts(self._encoder)
+        elif self.keep != "device":
+            self._encoder = self._encoder.to(self.device)
 
     @contextmanager
     def _loading(self, part: str) -> Iterator[None]:
