@@ -140,7 +140,8 @@ def move(card: Device, func: Func, args: Args, kwargs: Kwargs) -> Any:
         copies = rest.pop()
     goal, dtype, _, layout = torch._C._nn._parse_to(*rest, **kwargs)
     dtype = dtype or source.dtype
-    extra: dict[str, Any] = {} if layout is None else {"memory_format": layout}
+    # Another device is a copy, so a layout that was asked for holds, also where torch would take the old one for it
+    extra: dict[str, Any] = {} if layout is None else {"memory_format": layout, "copy": True}
     here = is_hpu(goal)
     if isinstance(source, HPUTensor):
         if goal is not None and goal.type == "cpu":
@@ -148,7 +149,7 @@ def move(card: Device, func: Func, args: Args, kwargs: Kwargs) -> Any:
             return moved.to(dtype, **extra) if extra or moved.dtype != dtype else moved
         if goal is not None and goal.type == "meta":
             return source.raw.to(META, dtype)
-        return func(source, dtype, copy=copies, **extra)
+        return func(source, dtype, **extra | {"copy": copies})
     if here:
         return across(card, func(source, dtype, **extra), "upload")
     return func(source, *rest, copy=copies, **kwargs)

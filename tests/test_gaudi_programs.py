@@ -270,6 +270,9 @@ def a_copy_on_the_host_has_the_layout_that_was_asked_for(card: Device) -> None:
     ):
         assert made.is_contiguous(memory_format=torch.channels_last)
         close(x, made)
+    turned = x.transpose(1, 2)
+    for source, goal in ((turned, "cpu"), (turned.cpu(), "hpu")):
+        assert source.to(goal, copy=True, memory_format=torch.contiguous_format).is_contiguous()
 
 
 @program("vllm-gaudi, platform.py:26 and patches.py:5; torch.accelerator")
