@@ -202,7 +202,7 @@ class DraftingDefaults(NamedTuple):
     method: str = "eagle"  # that `auto` takes; without its drafter a window
     window: int = 16  # drafts of a window
     idle_arithmetic: bool = True  # whether a step over dozens of drafts takes few times one of `ar`
-    tree: str | None = None  # of static trees; None: the method's own default
+    tree: str = "naive_extend_57"  # a static one
 
 
 ACCELERATOR = DraftingDefaults()

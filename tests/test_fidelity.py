@@ -159,7 +159,7 @@ def test_places_lie_inside_their_images(tmp_path: Path, method: str) -> None:
     pipeline = LanternPipeline.from_pretrained(folder, layout="plain")
     sampling = pipeline.model.sampling
     requests = [Request("red cat", seed, sampling) for seed in range(8)]
-    setting = Resolved(method, tree=METHODS[method].default_tree)
+    setting = Resolved(method, tree=METHODS[method].default_tree())
     places = find_places(pipeline, setting.tree, requests, [i / 7 for i in range(8)])
     whole = pipeline.draw(requests, setting, 8).tokens
     lesson = Lesson(pipeline.model, ["red cat"] * 8, torch.from_numpy(whole))

@@ -26,7 +26,7 @@ DEEP = DraftTree.from_paths(
 
 
 def tree_of(method: str) -> Tree:
-    return DEEP if METHODS[method].tree == "static" else METHODS[method].default_tree
+    return DEEP if METHODS[method].tree == "static" else METHODS[method].default_tree()
 
 
 def test_a_row_counts_its_end() -> None:
@@ -78,7 +78,7 @@ def test_row_ends_stand_where_they_must(method: str, temperature: float) -> None
 def test_greedy_drafts_give_the_tokens_of_plain_decoding(method: str) -> None:
     models = tiny.tiny_models(CONFIG, 3)
     requests = [tiny.request(p, seed, temperature=0.0) for seed, p in enumerate(("ab", "cdef"))]
-    plain = tiny.sample(models, METHODS["ar"].default_tree, requests)
+    plain = tiny.sample(models, METHODS["ar"].default_tree(), requests)
     drafted = tiny.sample(models, tree_of(method), requests)
     assert (plain.tokens == drafted.tokens).all()
     assert max(drafted.steps) <= 19  # a row's end is drafted and accepted like any other token

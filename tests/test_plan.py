@@ -164,7 +164,7 @@ def test_a_plan_covers_what_a_card_holds_at_its_peak(public: Path, name: str, me
 
     with emulated(public / name) as (pipeline, _):
         request = Request("red", 0, pipeline.model.sampling)
-        tree = shortened(METHODS[method].default_tree, pipeline.model.target.config.tokens)
+        tree = shortened(METHODS[method].default_tree(), pipeline.model.target.config.tokens)
         pipeline.warm_up(pipeline.engines.get(pipeline.spec([request], tree, 1)), request)
         peak = pipeline.backend.memory().peak
         assert peak is not None

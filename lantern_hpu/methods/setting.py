@@ -32,7 +32,7 @@ from lantern_hpu.tree import DYNAMIC, DraftTree, DynamicTree, Rule, Tree, Window
 
 Auto = Literal["auto"]
 AUTO: Final = "auto"  # of methods, the fastest measured here; of trees, the tuned one
-DEFAULT_TREE = "naive_extend_57"
+DEFAULT_TREE = ACCELERATOR.tree
 DEFAULT_WINDOW = ACCELERATOR.window
 # Where arithmetic is scarce, as on processors, more drafts cost more than they bring (docs/processors.md).
 SMALL_TREE, SMALL_DYNAMIC = "chain_2", "dynamic:1x0x1"
@@ -81,13 +81,12 @@ class Method:
         """Whether `lantern-hpu tune` finds trees or windows for it."""
         return self.tree in ("static", "window")
 
-    @property
-    def default_tree(self) -> Tree:
+    def default_tree(self, defaults: DraftingDefaults = ACCELERATOR) -> Tree:
         if self.tree is None:
             return DraftTree.root_only()
         if self.rule is not None:
-            return Window.of(self.rule, DEFAULT_WINDOW)
-        return load_tree(DYNAMIC if self.tree == "dynamic" else DEFAULT_TREE)
+            return Window.of(self.rule, defaults.window)
+        return load_tree(DYNAMIC if self.tree == "dynamic" else defaults.tree)
 
     def small_tree(self, width: int) -> Tree:
         """Instead of `default_tree`, on a device without idle arithmetic; a window has `width` drafts."""
@@ -96,7 +95,7 @@ class Method:
         if self.rule is not None:
             return Window.of(self.rule, width)
         if not self.drafts:
-            return self.default_tree
+            return self.default_tree()
         return load_tree(SMALL_DYNAMIC if self.tree == "dynamic" else SMALL_TREE)
 
     def takes(self, tree: Tree) -> bool:
@@ -170,7 +169,7 @@ class Setting:
             return
         if not (self.relaxation.neutral or METHODS[name].relaxes):
             raise is_exact(name, self.relaxation)
-        tree = METHODS[name].default_tree if self.tree in (None, AUTO) else self.tree
+        tree = METHODS[name].default_tree() if self.tree in (None, AUTO) else self.tree
         assert not isinstance(tree, str | None)
         check_acceptance(tree, self.relaxation)
 
@@ -495,11 +494,8 @@ def fastest_method(context: ResolveContext) -> tuple[str, Tree | None, str]:
 def default_tree(method: Method, context: ResolveContext) -> Tree:
     """The tree of a method where none is named."""
     defaults = context.defaults
-    if defaults.idle_arithmetic and method.rule:
-        return Window.of(method.rule, defaults.window)
     if defaults.idle_arithmetic:
-        named = defaults.tree is not None and method.tree == "static"
-        return load_tree(str(defaults.tree)) if named else method.default_tree
+        return method.default_tree(defaults)
     measured = load_tree(context.fastest[1]) if context.fastest and context.fastest[1] else None
     return method.small_tree(measured.depth if isinstance(measured, Window) else defaults.window)
 

@@ -255,11 +255,13 @@ def device_command(name: str, device: str) -> str:
 
 def memory_of(name: str, device: str, images: int) -> str:
     """Of a known model, as `models plan` counts it."""
+    from lantern_hpu.backends.base import load_backend
     from lantern_hpu.decode.memory import DeviceMemory, peak
     from lantern_hpu.decode.requirements import find_model, setup_of
     from lantern_hpu.files import amount
 
     model = find_model(name, PartOverrides())
-    where = DeviceMemory(None, "a table", is_host=device == "cpu")
+    drafting = load_backend(device).drafting_defaults(model.config.target.parameters)
+    where = DeviceMemory(None, "a table", is_host=device == "cpu", drafting=drafting)
     setup = setup_of(model, where, "bfloat16", batch_size=images)
     return amount(peak(model.config, setup))
