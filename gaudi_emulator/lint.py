@@ -181,13 +181,8 @@ def lint_elsewhere(linted: Linted, release: str) -> LintRun:
 def add_options(parser: argparse._ActionsContainer) -> None:
     """What every lint takes: the card, what is shown, and a program."""
     add, rest = parser.add_argument, argparse.REMAINDER
-    releases = f"{', '.join([*RELEASES, BOTH])} ({DEFAULT.name})"
-    add(
-        "--bridge",
-        metavar="RELEASE",
-        default=DEFAULT.name,
-        help=f"release of Gaudi's software: {releases}",
-    )
+    about = f"release of Gaudi's software: {', '.join([*RELEASES, BOTH])} ({DEFAULT.name})"
+    add("--bridge", metavar="RELEASE", default=DEFAULT.name, help=about)
     about = "`lazy` mode with HPU graphs, or `compile`: PT_HPU_LAZY_MODE=0 and torch.compile (lazy)"
     add("--profile", default="lazy", help=about)
     about = "time limit in seconds, for the program or each method (600)"

@@ -13,11 +13,8 @@ if TYPE_CHECKING:
     from gaudi_emulator.rules import Finding, Rule, Severity
 
 FORMATS = ("text", "json", "github")
-LEVELS: dict[Severity, str] = {
-    "error": "error",
-    "warn": "warning",
-    "info": "notice",
-}  # of GitHub's annotations
+# Of GitHub's annotations
+LEVELS: dict[Severity, str] = {"error": "error", "warn": "warning", "info": "notice"}
 
 
 @dataclass(frozen=True)
