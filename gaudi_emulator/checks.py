@@ -16,10 +16,11 @@ from gaudi_emulator.tensor import Args, HPUTensor, Kwargs
 
 INT32 = torch.iinfo(torch.int32)
 E4M3 = 240.0  # the largest float8_e4m3fn of a Gaudi 2 (any_mode/test_hpu_fp8_ops_any_mode.py)
+INT64 = torch.iinfo(torch.int64)
 NUMBERS = (bool, int, float)
 MEGABYTE = 2**20
 DYNAMIC = {
-    **dict.fromkeys(("nonzero", "nonzero_numpy", "masked_select", "argwhere"), "H010"),
+    **dict.fromkeys("nonzero nonzero_numpy masked_select argwhere _grouped_mm".split(), "H010"),
     **dict.fromkeys(
         ("_unique", "_unique2", "unique_dim", "unique_consecutive", "bincount"), "H011"
     ),
@@ -270,6 +271,8 @@ def narrow(device: Card, op: Op, values: Iterable[Any]) -> None:
         elif value.dtype == torch.float64:
             value.copy_(value.float())
         elif value.dtype == torch.int64 and device.lazy and op.packet not in MOVES:
+            if op.packet == "_to_copy":  # what came of NaN and infinities is no number
+                value.masked_fill_(value == INT64.min, INT32.min)
             low, high = (int(x) for x in torch.aminmax(value))
             if low >= INT32.min and high <= INT32.max:
                 continue

@@ -18,11 +18,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._dynamo import trace_rules
+from torch._dynamo import config, trace_rules
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.exc import Unsupported, UserError
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list as compiled_of
+from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported, UserError
 from torch._dynamo.utils import graph_break_reasons
 from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch._subclasses.fake_impls import register_op_impl
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from gaudi_emulator import checks, ops
@@ -38,7 +40,7 @@ TRACERS: Any = sys.modules.get("torch._functorch._aot_autograd.graph_compile")  
 TENSORIFY = "_apply_tensorify_python_scalars"
 # Operators that torch picks on a CPU, or while it traces (in one_hot), where the device has the composite one
 STANDS_IN = frozenset({"_scaled_dot_product_flash_attention_for_cpu", "_assert_async"})
-ALWAYS_CUT = frozenset("addcmul slice_backward nonzero _unique2 bincount".split())
+ALWAYS_CUT = frozenset("addcmul slice_backward nonzero _unique2 bincount _grouped_mm".split())
 INDEX_WRITES = frozenset(
     "index_copy index_put _unsafe_index_put index_add index_fill scatter scatter_add scatter_reduce".split()
 )
@@ -54,7 +56,9 @@ class Compiler:
         for name in "card checks device ops recording rules tensor".split():  # not to be traced
             trace_rules.add(f"{__package__}.{name}")
         self.card = card
-        self.failed: list[tuple[str, Site]] = []  # guards, since the last compilation
+        self.failed: list[
+            tuple[str, Site]
+        ] = []  # guards, since the last compilation; the newest first
         self.again: Counter[Site] = Counter()  # compilations by function, after its first
         self.backends: dict[tuple[tuple[str, str], ...], Callable[..., Any]] = {}
 
@@ -83,10 +87,15 @@ class Compiler:
                 return real(*args, **kwargs)  # operator by operator
             known = len(graph_break_reasons)
             try:
-                with tracing(self.card):
+                full = is_full(real)
+                with tracing(self.card), config.patch(fail_on_recompile_limit_hit=full):
                     result = function(*args, **kwargs)
                 self.need_uncut(graph_break_reasons[known:], flags)
                 return result
+            except FailOnRecompileLimitHit as error:
+                if "fullgraph" in str(error):
+                    raise
+                return real(*args, **kwargs)  # operator by operator
             except (Unsupported, UserError) as error:  # of a function that is to be one graph
                 site = where(getattr(error, "real_stack", None))
                 self.card.findings.hit("H090", first_line(error), "error", site)
@@ -94,7 +103,7 @@ class Compiler:
             finally:
                 self.note_breaks(graph_break_reasons[known:])
                 if self.failed:  # a guard failed and nothing was compiled
-                    reason, site = self.failed.pop()
+                    reason, site = self.failed[0]
                     self.failed.clear()
                     self.card.findings.hit("H023", f"no more compilations: {reason}", "warn", site)
 
@@ -126,7 +135,7 @@ class Compiler:
             hit("H015", "a size that varied was made a symbol")
         cause = "a new function"
         if self.failed:
-            cause, site = self.failed[-1]
+            cause, site = self.failed[0]
             self.failed.clear()
             self.again[site] += 1
             if self.again[site] > VARIANTS and not self.card.warm:
@@ -162,6 +171,12 @@ class Compiler:
 
         boxed: Callable[..., Any] = make_boxed_func(launch)
         return boxed
+
+
+def is_full(function: Callable[..., Any]) -> bool:
+    """Whether dynamo has compiled a function as often as it may."""
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    return code is not None and len(compiled_of(code)) >= config.recompile_limit
 
 
 def made_on_card(graph: fx.GraphModule) -> list[bool]:
@@ -313,6 +328,12 @@ def moving(real: Any) -> Any:
         return real(*map(numbered, args), **{n: numbered(v) for n, v in kwargs.items()})
 
     return to
+
+
+@register_op_impl(torch.ops.aten.histc.default)
+def histc(fake_mode: Any, func: Any, x: Tensor, bins: int = 100, *limits: Any, **named: Any) -> Any:
+    """Its shape; the CPU, which torch takes our tensors to be on, has none for integers."""
+    return x.new_empty(bins)
 
 
 @cache
@@ -562,5 +583,6 @@ def watched(card: Device, site: Site, run: Callable[..., Any]) -> Callable[..., 
 
 def source(node: fx.Node) -> Site:
     """Where in the traced code an operator comes from."""
-    places = re.findall(r'File "([^"]+)", line (\d+)', node.stack_trace or "")
+    every = re.findall(r'File "([^"]+)", line (\d+)', node.stack_trace or "")
+    places = [place for place in every if not place[0].startswith(SKIPPED)] or every
     return (places[-1][0], int(places[-1][1])) if places else ("unknown", 0)

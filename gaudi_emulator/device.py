@@ -245,9 +245,14 @@ def take(x: Tensor, index: Tensor) -> Tensor:
     return torch.take(x, index.long())
 
 
+def histc(x: Tensor, *bins: Any, **limits: Any) -> Tensor:
+    return torch.histc(x.float(), *bins, **limits).to(x.dtype)
+
+
 # Operators that the device has in more number formats than the CPU
 STAND_INS: dict[str, Callable[..., Any]] = {
     "aten::take": take,
+    "aten::histc": histc,
     "aten::native_batch_norm": batch_norm,
     "aten::native_batch_norm_backward": batch_norm_backward,
 }
@@ -305,12 +310,25 @@ def stay(device: Device, op: ops.Op, func: Any, args: Args, kwargs: Kwargs) -> A
     return args[0]
 
 
+def grouped_products(device: Device, op: ops.Op, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """torch composes it: a product a group, whose size is read from the offsets (ATen's GroupedMMUtils.h, 2.10)."""
+    x, weights = args[:2]  # [S, K], [groups, K, N]
+    offsets: HPUTensor = kwargs["offs"] if "offs" in kwargs else args[2]
+    device.findings.hit("H010", op.name)
+    ends = device.read(offsets, "sizes of groups").tolist()
+    made = x.new_empty(len(x), weights.shape[-1])
+    for start, end, weight in zip([0, *ends], ends, weights.unbind(), strict=False):
+        torch.mm(x[start:end], weight, out=made[start:end])
+    return made
+
+
 SPECIAL = {
     "_local_scalar_dense": read_scalar,
     "equal": compare_on_host,
     "_to_copy": to_copy,
     "copy_": copy,
     "lift_fresh": stay,
+    "_grouped_mm": grouped_products,
 }
 
 # The card in use

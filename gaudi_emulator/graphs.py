@@ -59,6 +59,7 @@ def replayed(device: Device, recording: Recording, live: dict[int, Tensor]) -> d
     no_functions, no_dispatch = torch._C.DisableTorchFunction, torch._C._DisableTorchDispatch
     with no_functions(), no_dispatch(), torch.no_grad():
         for step in recording.steps:
+            device.findings.site = step.site
             args = tuple(map(fill, step.args))
             kwargs = {name: fill(value) for name, value in step.kwargs.items()}
             if step.op.packet in checks.INDEXED:
@@ -69,6 +70,7 @@ def replayed(device: Device, recording: Recording, live: dict[int, Tensor]) -> d
             for slot, value in zip(step.results, made, strict=True):
                 if slot >= 0:
                     now[slot] = value
+        device.findings.site = None
         if not live:
             recording.refresh(now)
     return {id(old): new for old, new in zip(recording.first, now, strict=True)}

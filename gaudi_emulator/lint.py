@@ -182,9 +182,9 @@ def add_options(parser: argparse._ActionsContainer) -> None:
     """What every lint takes: the card, what is shown, and a program."""
     add, rest = parser.add_argument, argparse.REMAINDER
     about = f"release of Gaudi's software: {', '.join([*RELEASES, BOTH])} ({DEFAULT.name})"
-    add("--bridge", metavar="RELEASE", default=DEFAULT.name, help=about)
+    add("--bridge", metavar="RELEASE", help=about)
     about = "`lazy` mode with HPU graphs, or `compile`: PT_HPU_LAZY_MODE=0 and torch.compile (lazy)"
-    add("--profile", default="lazy", help=about)
+    add("--profile", help=about)
     about = "time limit in seconds, for the program or each method (600)"
     add("--timeout", type=float, default=600.0, help=about)
     about = "exit with code 1 on errors, and on warnings that mean one compilation per input"
@@ -193,6 +193,10 @@ def add_options(parser: argparse._ActionsContainer) -> None:
     about = "text; json: findings and counts; github: annotations of a pull request (text)"
     add("--format", default="text", help=about)
     add("--json", action="store_const", dest="format", const="json", help="as --format json")
+    about = (
+        "serve a small random model of that type, under both releases and modes if none is given"
+    )
+    add("--transformers", metavar="MODEL_TYPE[:NAME=VALUE...]", help=about)
     add("-m", nargs=rest, dest="module", help="MODULE ARGUMENTS: run a module")
     add("program", nargs=rest, metavar="FILE.py ARGUMENTS", help="run a program")
 
@@ -201,7 +205,7 @@ def check_options(args: argparse.Namespace) -> None:
     """Raise an EmulatorError of a value that an option does not take."""
     for name, known in (("profile", PROFILES), ("format", FORMATS)):
         value = vars(args)[name]
-        if value not in known:
+        if value is not None and value not in known:
             raise EmulatorError(f"--{name} is {value}", hint=", ".join(known))
     if not args.timeout > 0:
         raise EmulatorError(f"--timeout is {args.timeout}", hint="more than 0 seconds")
@@ -212,7 +216,28 @@ def asked_program(args: argparse.Namespace) -> Linted | None:
     words = args.module or args.program
     if not words:
         return None
-    return partial(lint_program, words, bool(args.module), args.profile == "lazy", args.timeout)
+    lazy = args.profile != "compile"
+    return partial(lint_program, words, bool(args.module), lazy, args.timeout)
+
+
+def lint_transformers(args: argparse.Namespace) -> int:
+    """`lint` of a model of transformers, mode by mode."""
+    from gaudi_emulator.transformers_models import lint_model_type
+
+    check_options(args)
+    args.bridge = args.bridge or BOTH
+    profiles = [args.profile] if args.profile else PROFILES
+    if args.format == "json" and len(profiles) > 1:
+        raise EmulatorError(
+            "--format json is of one mode", hint="--profile lazy, --profile compile"
+        )
+    codes = []
+    for profile in profiles:
+        if args.format == "text":
+            print(f"{args.transformers}, {profile} mode", flush=True)
+        linted = partial(lint_model_type, args.transformers, profile == "lazy", args.timeout)
+        codes.append(lint(linted, args))
+    return max(codes)
 
 
 def refuses(finding: Finding) -> bool:
@@ -234,7 +259,7 @@ def lint(linted: Linted, args: argparse.Namespace) -> int:
     if args.bridge == BOTH:
         runs = [lint_elsewhere(linted, name) for name in RELEASES]
     else:
-        runs = [lint_here(linted, args.bridge)]
+        runs = [lint_here(linted, args.bridge or DEFAULT.name)]
     from gaudi_emulator.rules import joined  # which loads torch
 
     findings = joined(run.findings for run in runs)
@@ -253,6 +278,8 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("gaudi-emulator lint", description=about)
     add_options(parser)
     args = parser.parse_args(argv)
+    if args.transformers:
+        return lint_transformers(args)
     linted = asked_program(args)
     if linted is None:
         parser.error("name a program: FILE.py, or -m MODULE")

@@ -31,6 +31,7 @@ class Recorded:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     results: list[int]  # slots of new results; -1 for an argument given back
+    site: Site
 
 
 class Recording:
@@ -52,7 +53,7 @@ class Recording:
         results = result if isinstance(result, (list, tuple)) else [result]
         given = {id(value) for value in (*args, *kwargs.values())}
         named = {n: self.point(v) for n, v in kwargs.items()}
-        step = Recorded(op, func, tuple(map(self.point, args)), named, [])
+        step = Recorded(op, func, tuple(map(self.point, args)), named, [], call_site())
         for made in results:
             if isinstance(made, Tensor) and id(made) not in given:
                 self.slots[id(made)] = len(self.first)

@@ -151,13 +151,18 @@ class Finding:
 
 @dataclass
 class Findings:
-    """All findings, one for each rule, place and severity."""
+    """All findings, one for each rule, place and severity.
+
+    Attributes:
+        site: of the operator that a replay is at.
+    """
 
     captured: Callable[[], bool]
     release: str = DEFAULT.name
     found: dict[Place, Finding] = field(default_factory=dict)
     muted: bool = False
     told: dict[Place, int] = field(default_factory=dict)  # how often, at the last call of `new`
+    site: Site | None = None
 
     def hit(
         self,
@@ -171,7 +176,7 @@ class Findings:
         if self.muted or self.release not in rule.releases:
             return
         severity = severity or (rule.captured if captured else rule.severity)
-        file, line = site or call_site()
+        file, line = site or self.site or call_site()
         known = self.found.get((rule_id, file, line, severity))
         if known:
             known.count += 1

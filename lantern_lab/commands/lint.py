@@ -2,6 +2,7 @@
 
     lantern-hpu lint --strict                 the embedded model, every method
     lantern-hpu lint my_model.py              your own code; -m pytest tests/: your tests
+    lantern-hpu lint --transformers llama     a model of transformers, small and random
     lantern-hpu lint --bridge both            under every release of Gaudi's software that was read
 
 Code runs on the emulated card; `gaudi_emulator/rules.txt` has the rules. Each that is broken is printed with the
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from gaudi_emulator.lint import Ended, add_options, asked_program, lint
+from gaudi_emulator.lint import Ended, add_options, asked_program, lint, lint_transformers
 from gaudi_emulator.releases import EmulatorError
 from lantern_hpu.commands.options import Parser, add_fields, from_args
 from lantern_hpu.errors import OptionError, exit_code
@@ -60,7 +61,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def lint_step(
-    asked: ModelRequest, profile: str, timeout: float, release: str
+    asked: ModelRequest, profile: str | None, timeout: float, release: str
 ) -> tuple[list[Device], Ended]:
     """The decode step under one release; see `lint_model`."""
     from lantern_lab.lint_model import lint_model
@@ -85,6 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     def command() -> int:
         step = partial(lint_step, from_args(ModelRequest, args), args.profile, args.timeout)
         try:
+            if args.transformers:
+                return lint_transformers(args)
             return lint(asked_program(args) or step, args)
         except EmulatorError as error:
             raise OptionError(error.what, error.why, error.hint) from error

@@ -1,0 +1,231 @@
+"""Small random models of transformers, served on the emulated card as large ones would be on a real one.
+
+Prompts are padded on the left to a few lengths, keys and values are in a static cache, and each step's token, position
+and mask are tensors that were allocated once. In lazy mode HPU graphs are wrapped around prompts and steps; outside it
+`hpu_backend` compiles the model.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from contextlib import redirect_stdout
+from difflib import get_close_matches
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+import gaudi_emulator
+from gaudi_emulator.lint import Ended, TimeOver, limited
+from gaudi_emulator.releases import EmulatorError
+
+if TYPE_CHECKING:
+    from gaudi_emulator.device import Device
+
+ROWS = 2  # prompts at a time
+ROOM = 32  # positions of the static cache
+STEPS = 6  # of decoding after a prompt
+WARM_UP = {8: (3, 5), 16: (9, 12)}  # length that prompts are padded to -> theirs
+SERVED = {8: (5, 7), 16: (11, 15)}
+# Attributes of configurations by the names that transformers has for them. The window is shorter than a prompt
+TINY = {
+    64: "vocab_size max_position_embeddings",
+    48: "intermediate_size d_ff ffn_dim encoder_ffn_dim decoder_ffn_dim",
+    32: "hidden_size d_model word_embed_proj_dim",
+    24: "moe_intermediate_size shared_expert_intermediate_size",
+    12: "sliding_window",
+    8: "head_dim d_kv query_pre_attn_scalar",
+    4: "num_attention_heads encoder_attention_heads decoder_attention_heads num_local_experts num_experts",
+    2: "num_hidden_layers num_decoder_layers encoder_layers decoder_layers num_key_value_heads num_experts_per_tok "
+    "eos_token_id",
+    1: "bos_token_id",
+    0: "pad_token_id decoder_start_token_id",
+}
+# What a configuration needs and has no default for
+NEEDED = {"chameleon": {"vocabulary_map": {"<image>": 60, "IMGIMGBZ": 61, "IMGIMGCZ": 62}}}
+
+
+def build_model(asked: str) -> Any:
+    """A random model in evaluation mode, on the CPU.
+
+    Args:
+        asked: MODEL_TYPE, or MODEL_TYPE:NAME=VALUE:... with numbers and words of its configuration.
+
+    Raises:
+        EmulatorError: transformers is missing, has no such language model, or cannot build it so small.
+    """
+    try:
+        import transformers
+        from transformers.models.auto import modeling_auto as auto
+    except ImportError as error:
+        hint = "pip install 'gaudi-emulator[transformers]'"
+        raise EmulatorError("--transformers needs transformers", str(error), hint) from error
+    kinds = {
+        "AutoModelForCausalLM": auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        "AutoModelForSeq2SeqLM": auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+        "AutoModelForImageTextToText": auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    }
+    model_type, *given = asked.split(":")
+    kind = next((kind for kind, types in kinds.items() if model_type in types), None)
+    if kind is None:
+        every = [name for types in kinds.values() for name in types]
+        near = get_close_matches(model_type, dict.fromkeys(every), 4) or ["llama", "gemma2", "t5"]
+        why = f"transformers {transformers.__version__} has no language model of that type"
+        raise EmulatorError(f"--transformers is {model_type!r}", why, f"one of {', '.join(near)}")
+    values = {n: int(v) if v.isdigit() else v for n, _, v in (one.partition("=") for one in given)}
+    make = transformers.AutoConfig.for_model
+    torch.manual_seed(0)
+    try:
+        small = tiny(make(model_type)) | NEEDED.get(model_type, {}) | values
+        built = getattr(transformers, kind).from_config(make(model_type, **small))
+        return built.to(torch.bfloat16).eval()
+    except Exception as error:
+        hint = f"{model_type}:NAME=VALUE for values of its configuration"
+        what = f"no small model of {model_type} can be built"
+        raise EmulatorError(what, f"{type(error).__name__}: {error}", hint) from error
+
+
+def tiny(default: Any) -> dict[str, Any]:
+    """What makes a configuration, and those inside it, small; every kind of layer stays."""
+    sizes = {name: size for size, names in TINY.items() for name in names.split()}
+    small: dict[str, Any] = {
+        n: v for n, v in sizes.items() if getattr(default, n, None) is not None
+    }
+    if kinds := getattr(default, "layer_types", None):
+        count = max(2, *(1 + kinds.index(kind) for kind in kinds))
+        small |= {"num_hidden_layers": count, "layer_types": kinds[:count]}
+    parts = ((name, getattr(default, name, None)) for name in default.sub_configs)
+    return small | {name: tiny(part) for name, part in parts if part is not None}
+
+
+def new_caches(config: Any) -> dict[int, Any]:
+    """One for all lengths of prompts; that of an encoder's output has its length."""
+    from transformers import EncoderDecoderCache, StaticCache
+
+    def static(room: int) -> Any:
+        return StaticCache(config=config, max_cache_len=room)
+
+    if not config.is_encoder_decoder:
+        return dict.fromkeys(SERVED, static(ROOM))
+    return {length: EncoderDecoderCache(static(ROOM), static(length)) for length in SERVED}
+
+
+class Step(nn.Module):
+    """What a card runs as one graph; a prompt's begins by emptying the cache."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, cache: Any, fresh: bool, **given: Any) -> Any:
+        if fresh:
+            cache.reset()
+        return self.model(**given, past_key_values=cache, use_cache=True)
+
+    def captured(self, card: Device) -> Step:
+        """The same, as the card's mode has it."""
+        if card.lazy:
+            return torch.hpu.wrap_in_hpu_graph(self)  # type: ignore[attr-defined]
+        compiled = torch.compile(self.model.forward, backend="hpu_backend", dynamic=False)
+        self.model.forward = compiled
+        return self
+
+
+class Served:
+    """A model with its static cache: prompts in, greedy tokens out.
+
+    Attributes:
+        inputs: tokens, mask and positions of prompts [ROWS, length], by their length.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.step, self.caches = Step(model), new_caches(model.config)
+        self.encodes = model.config.is_encoder_decoder
+        self.positioned = "position_ids" in inspect.signature(model.forward).parameters
+        self.encoded: tuple[Tensor, ...] = ()
+        device = next(model.parameters()).device
+
+        def zeros(length: int) -> Tensor:
+            return torch.zeros(ROWS, length, dtype=torch.int64, device=device)
+
+        self.token, self.position, self.mask = zeros(1), zeros(1), zeros(ROOM)
+        self.inputs = {length: (zeros(length), zeros(length), zeros(length)) for length in SERVED}
+
+    def serve(self, prompts: dict[int, tuple[int, ...]]) -> list[list[int]]:
+        """Prompts of some lengths -> the tokens after them."""
+        return [tokens for length, rows in prompts.items() for tokens in self.batch(length, rows)]
+
+    def batch(self, length: int, rows: tuple[int, ...]) -> list[list[int]]:
+        tokens, mask = torch.zeros(2, ROWS, length, dtype=torch.int64)
+        for row, count in enumerate(rows):
+            tokens[row, -count:] = (7 * torch.arange(count) + 3 * count) % 57 + 3
+            mask[row, -count:] = 1
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        for goal, value in zip(self.inputs[length], (tokens, mask, positions), strict=True):
+            goal.copy_(value)
+        self.mask.copy_(nn.functional.pad(mask, (0, ROOM - length), value=1))
+        made = [self.next_token(length, True)]
+        self.position.copy_(mask.sum(-1, keepdim=True))
+        for _ in range(STEPS):
+            made.append(self.next_token(length, False))
+            self.position.add_(1)
+        return torch.cat(made, 1).tolist()  # type: ignore[no-any-return]
+
+    def next_token(self, length: int, fresh: bool) -> Tensor:
+        """After a prompt, or after the last token [ROWS, 1]"""
+        tokens, mask, positions = self.inputs[length]
+        if self.encodes:
+            prompt = {"input_ids": tokens} if fresh else {"encoder_outputs": self.encoded}
+            given = {**prompt, "attention_mask": mask, "decoder_input_ids": self.token}
+        elif fresh:
+            given = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions}
+        else:
+            given = {"input_ids": self.token, "attention_mask": self.mask}
+            given["position_ids"] = self.position
+        if self.encodes and fresh:
+            self.token.zero_()  # the decoder's start
+        if not self.positioned:
+            given.pop("position_ids", None)
+        made = self.step(self.caches[length], fresh, **given)
+        if self.encodes:
+            self.encoded = (made.encoder_last_hidden_state,)
+        self.token.copy_(made.logits[:, -1:].argmax(-1))
+        return self.token.clone()
+
+
+def lint_model_type(
+    asked: str, lazy: bool, timeout: float = 600.0, release: str | None = None
+) -> tuple[list[Device], Ended]:
+    """Serve a small model of transformers on an emulated card. -> the card, and what ended that, if something did
+
+    Two batches of each length warm it up; then other prompts come. If no finding is an error, its tokens are those
+    that the same code draws on the CPU, without graphs.
+
+    Args:
+        asked: see `build_model`.
+    """
+    model, ended = build_model(asked), None
+    with gaudi_emulator.emulate(release, lazy) as card, torch.no_grad():
+        import_module("habana_frameworks.torch")
+        card.differential = True
+        try:
+            with redirect_stdout(sys.stderr), limited(timeout):
+                served = Served(copy.deepcopy(model).to("hpu"))
+                card.findings.muted = True  # the cache is allocated, operator by operator
+                served.serve(WARM_UP)
+                card.findings.muted = False
+                served.step = served.step.captured(card)
+                for _ in range(2):
+                    served.serve(WARM_UP)
+                gaudi_emulator.warmed_up()
+                tokens = served.serve(SERVED)
+                if not card.findings.errors and tokens != Served(model).serve(SERVED):
+                    raise AssertionError("its tokens are not those that it draws on the CPU")
+        except (Exception, TimeOver) as error:
+            ended = error
+            card.note_failure(error)
+        card.end()
+    return [card], ended
