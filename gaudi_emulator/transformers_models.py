@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from difflib import get_close_matches
 from importlib import import_module
@@ -154,7 +155,7 @@ class Served:
         self.token, self.position, self.mask = zeros(1), zeros(1), zeros(ROOM)
         self.inputs = {length: (zeros(length), zeros(length), zeros(length)) for length in SERVED}
 
-    def serve(self, prompts: dict[int, tuple[int, ...]]) -> list[list[int]]:
+    def serve(self, prompts: Mapping[int, tuple[int, ...]]) -> list[list[int]]:
         """Prompts of some lengths -> the tokens after them."""
         return [tokens for length, rows in prompts.items() for tokens in self.batch(length, rows)]
 
@@ -172,7 +173,7 @@ class Served:
         for _ in range(STEPS):
             made.append(self.next_token(length, False))
             self.position.add_(1)
-        return torch.cat(made, 1).tolist()  # type: ignore[no-any-return]
+        return torch.cat(made, 1).cpu().tolist()
 
     def next_token(self, length: int, fresh: bool) -> Tensor:
         """After a prompt, or after the last token [ROWS, 1]"""
@@ -207,16 +208,16 @@ def lint_model_type(
     Args:
         asked: see `build_model`.
     """
-    model, ended = build_model(asked), None
+    model = build_model(asked)
+    ended: Ended = None
+    with gaudi_emulator.emulate(release, lazy), torch.no_grad():
+        served = Served(copy.deepcopy(model).to("hpu"))
+        served.serve(WARM_UP)  # a cache is allocated by its first use, here on a card of its own
     with gaudi_emulator.emulate(release, lazy) as card, torch.no_grad():
         import_module("habana_frameworks.torch")
         card.differential = True
         try:
             with redirect_stdout(sys.stderr), limited(timeout):
-                served = Served(copy.deepcopy(model).to("hpu"))
-                card.findings.muted = True  # the cache is allocated, operator by operator
-                served.serve(WARM_UP)
-                card.findings.muted = False
                 served.step = served.step.captured(card)
                 for _ in range(2):
                     served.serve(WARM_UP)
@@ -225,7 +226,7 @@ def lint_model_type(
                 if not card.findings.errors and tokens != Served(model).serve(SERVED):
                     raise AssertionError("its tokens are not those that it draws on the CPU")
         except (Exception, TimeOver) as error:
-            ended = error
+            ended, card.recording = error, None  # a capture ended with it
             card.note_failure(error)
         card.end()
     return [card], ended
