@@ -62,22 +62,30 @@ def load_model(
         fit = backend.fit(opened.config.target, options)
         quantize = options.quantize or opened.quantize
         check_room(name, opened.config, fit, replace(options, quantize=quantize))
-        upload = backend.transfers.to_device
-        place = Placement(
-            fit.dtype, backend.device, fit.kernels, options.keep_text, upload, quantize
-        )
-        if backend.compiles_parts:
-            from lantern_hpu.graphs.compiled import (
-                PartCompiler,  # with torch's compiler, which takes long
-            )
+        return fill_model(opened, fit, replace(options, quantize=quantize))
 
-            place = replace(place, compile_parts=PartCompiler(backend))
-        with backend.loading(opened.config.target.parameters):
-            model = opened.load(place)
-            if quantize is not None:
-                note = fit.keep_quantized(model.stepping, quantize)
-                model.notes += [note] if note else []
-            fit = fit.lay_out([*model.stepping, *model.condition.parts().values()])
+
+def fill_model(
+    opened: OpenedModel, fit: DevicePlan, options: DeviceOptions, framed: bool = False
+) -> tuple[ImageModel, DevicePlan]:
+    """Read the weights of an opened model onto its device, in the layout that is chosen there.
+
+    Args:
+        framed: prompts come framed and split, so that no tokenizer is needed.
+    """
+    backend, quantize = fit.backend, options.quantize
+    upload = backend.transfers.to_device
+    place = Placement(fit.dtype, backend.device, fit.kernels, options.keep_text, upload, quantize)
+    if backend.compiles_parts:  # with torch's compiler, which takes long to import
+        from lantern_hpu.graphs.compiled import PartCompiler
+
+        place = replace(place, compile_parts=PartCompiler(backend))
+    with backend.loading(opened.config.target.parameters):
+        model = opened.load(place, framed)
+        if quantize is not None:
+            note = fit.keep_quantized(model.stepping, quantize)
+            model.notes += [note] if note else []
+        fit = fit.lay_out([*model.stepping, *model.condition.parts().values()])
     return model, fit
 
 

@@ -707,7 +707,7 @@ def test_notes_of_a_prompt_count_its_picture(omni: Running) -> None:
     for words in (5, 400, 3000):
         request = Request("cat " * words, sources=source)
         frame = conditioner.sourced.frame  # type: ignore[attr-defined]
-        blank = [[[0] * columns] * rows for rows, columns in conditioner.grids(request)]  # type: ignore[attr-defined]
+        blank = [[[0] * columns] * rows for rows, columns in conditioner.grids(request)]
         kept = len(frame.ids(request.prompt, blank)) - len(frame.ids("", blank))
         whole = len(frame.words(f"{request.prompt} ")) - len(frame.words(" "))
         notes = conditioner.request_notes(request)

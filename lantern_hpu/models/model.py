@@ -221,16 +221,16 @@ class ImageModel:
             why = "a batch has one size of picture, and sources of unequal shapes have one each"
             hint = words(Arg("height"), "and", Arg("width"), "for all, or a call for each size")
             raise OptionError(f"these would be pictures of {len(sizes)} sizes", why, hint)
-        config, sourced = self.sized(sizes.pop()), any(r.sources for r in requests)
-        if sourced:
-            check_sources(self.config, self.name, max(len(r.sources) for r in requests))
-            if not all(r.sources for r in requests):
-                why = "of a batch all images have pictures to draw from, or none has"
-                raise OptionError(words(Arg("image"), "is missing"), why, "a call for each kind")
-        if not (config.prefixes or sourced):
+        config = self.sized(sizes.pop())
+        check_sources(self.config, self.name, max(len(r.sources) for r in requests))
+        sourced = {bool(self.condition.grids(request)) for request in requests}
+        if len(sourced) > 1:
+            why = "of a batch all images have pictures to draw from, or none has"
+            raise OptionError(words(Arg("image"), "is missing"), why, "a call for each kind")
+        if not config.prefixes and True not in sourced:
             return config
         longest = max(self.condition.length(r) for r in requests)
-        return config.of_grid(config.grid, longest, sourced)
+        return config.of_grid(config.grid, longest, True in sourced)
 
     def sized(self, size: tuple[int, int] | None) -> TransformerConfig:
         """The target's for pictures of a height and width in pixels; None: as the model has them."""

@@ -203,11 +203,18 @@ class GlmImageReader(Reader):
 
     def encode(self, picture: Image.Image) -> Tensor:
         half = picture.resize((picture.width // 2, picture.height // 2), Image.Resampling.BICUBIC)
-        rows, columns = (side // self.config.patch for side in (half.height, half.width))
-        places = [self.up(bilinear_rows(n, self.config.side), self.device) for n in (rows, columns)]
-        z = self.loaded()(self.pixels(half), *places)  # [h, w, code_dim]
+        return self.nearest(self.features(self.pixels(half)))
+
+    def features(self, pixels: Tensor) -> Tensor:
+        """Of what the model sees, halved [1, 3, H, W]: [h, w, code_dim]."""
+        sides = (side // self.config.patch for side in pixels.shape[2:])
+        places = [self.up(bilinear_rows(n, self.config.side), self.device) for n in sides]
+        return self.loaded()(pixels, *places)
+
+    def nearest(self, features: Tensor) -> Tensor:
+        """Codes [..] of features [.., code_dim]."""
         table = F.normalize(self.vectors.float(), dim=-1)  # [V, code_dim]
-        return (F.normalize(z.float(), dim=-1) @ table.T).argmax(-1)
+        return (F.normalize(features.float(), dim=-1) @ table.T).argmax(-1)
 
 
 # ---------------------------------------------------------------------------------------- Lumina

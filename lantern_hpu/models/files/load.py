@@ -70,6 +70,7 @@ from lantern_hpu.models.text.prefix import (
     CaptionConditioner,
     ClassConditioner,
     Conditioner,
+    FramedConditioner,
     TokenConditioner,
     condition_modules,
     load_tokenizer,
@@ -126,7 +127,12 @@ class OpenedModel:
             hint = words("generate with", states, ", or", tokens)
             raise OptionError(f"{self.name} makes no pictures", why, hint)
 
-    def load(self, placement: Placement) -> ImageModel:
+    def load(self, placement: Placement, framed: bool = False) -> ImageModel:
+        """Read the weights.
+
+        Args:
+            framed: prompts come framed and split, so that no tokenizer is needed.
+        """
         config, dtype, device = self.config, placement.dtype, placement.device
         weights, drafter, vectors, vq = self.weights(), None, None, None
         with reported_as(f"{self.parts.target} does not describe a model"), shapes_only():
@@ -138,7 +144,7 @@ class OpenedModel:
         if quantize := placement.quantize or self.quantize:
             for module in filter(None, (target, drafter)):
                 replace_layers(module, nn.Linear, quantized_layer)
-        folder = self.parts.text or folder_of(self.parts.target)
+        folder = None if framed else self.parts.text or folder_of(self.parts.target)
         condition = make_condition(config.condition, target, folder, placement)
         main = nn.ModuleDict({**condition.parts(), "target": target})
         if vectors is not None:
@@ -264,10 +270,18 @@ def open_published(parts: Parts) -> OpenedModel:
     checkpoint = open_checkpoint(parts.target)
     if any(name.startswith(INNER_HEADS) for name in checkpoint.shapes):
         checkpoint = checkpoint.within("model.")
-    settings = settings_beside(parts.target)
-    hint = "" if settings else UNDESCRIBED
+    opened = open_files(Files(checkpoint, settings_beside(parts.target), parts))
+    if not adapters_in(folder_of(parts.target)):
+        return opened
+    note = "the LoRA adapter next to the weights is not applied: merge it into them"
+    return replace(opened, notes=(*opened.notes, note))
+
+
+def open_files(files: Files) -> OpenedModel:
+    """A published model by its tensors and settings, which need not lie in files."""
+    parts = files.parts
+    hint = "" if files.hf_config else UNDESCRIBED
     with reported_as(f"{parts.target} does not describe a model", hint):
-        files = Files(checkpoint, settings, parts)
         family = family_of(files)
         config, sampling, weights = family.read(files)
     if parts.vq is not None:
@@ -292,8 +306,6 @@ def open_published(parts: Parts) -> OpenedModel:
         check_vq(vq, config.target, family.code_pixels, path)
         config = replace(config, vq=vq)
         weights = weights._replace(vq=stored)
-    if adapters_in(folder_of(parts.target)):
-        notes.append("the LoRA adapter next to the weights is not applied: merge it into them")
     return OpenedModel(
         parts=parts,
         name=parts.name,
@@ -333,16 +345,19 @@ def make_reader(
 
 
 def make_condition(
-    config: ConditionConfig, target: Target, folder: Path, placement: Placement
+    config: ConditionConfig, target: Target, folder: Path | None, placement: Placement
 ) -> Conditioner:
     """What reads prompts; its `parts` are still to be filled.
 
     Args:
-        folder: of the tokenizer.
+        folder: of the tokenizer; None where prompts come framed and split.
     """
     up = placement.to_device
     with shapes_only():
         stored = condition_modules(config, target.config, up)
+    if folder is None:
+        table = stored.get("words")
+        return FramedConditioner(FRAMES[config.frame], target.config, target.embed, table, up)
     if config.kind == "tokens":
         tokenizer = load_tokenizer(folder, FRAMES[config.frame].tokenizer)
         words, vocabulary = splitter(tokenizer), tokenizer.get_vocab()

@@ -302,24 +302,6 @@ class Frame:
         kind = "negative prompt" if negative else "prompt"
         return [f"the {kind} has {count} tokens; those past {count - more} are left out"]
 
-    def axes(self, tokens: int, grids: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
-        """Places of a prompt's tokens on the axes of "mrope" [3][T], where it begins with sources of these grids.
-
-        A word's is the same on all three; a code's are the start of its picture, its row and its column.
-        """
-        at = 0
-        places: list[tuple[int, int, int]] = []
-        for rows, columns in grids:
-            places.append((at, at, at))
-            first = at + 1
-            cells = product(range(rows), range(columns))
-            places += [(first, first + row, first + column) for row, column in cells]
-            at = first + max(rows, columns)
-            places.append((at, at, at))
-            at += 1
-        places += [(p, p, p) for p in range(at, at + tokens - len(places))]
-        return list(zip(*places, strict=True))
-
     def scale_notes(self, scale: float) -> list[str]:
         """How the authors guide with this scale, where that is not the same at every token."""
         least = self.entry.least_scale
@@ -327,6 +309,25 @@ class Frame:
             return []
         rule = f"max({least:g}, {scale:g} x (1 - drawn / total))"
         return [f"guidance is {scale:g} at every token; its authors draw each with {rule}"]
+
+
+def places_of(tokens: int, grids: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
+    """Places of a prompt's tokens on the axes of "mrope" [3][T], where it begins with sources of these grids.
+
+    A word's is the same on all three; a code's are the start of its picture, its row and its column.
+    """
+    at = 0
+    places: list[tuple[int, int, int]] = []
+    for rows, columns in grids:
+        places.append((at, at, at))
+        first = at + 1
+        cells = product(range(rows), range(columns))
+        places += [(first, first + row, first + column) for row, column in cells]
+        at = first + max(rows, columns)
+        places.append((at, at, at))
+        at += 1
+    places += [(p, p, p) for p in range(at, at + tokens - len(places))]
+    return list(zip(*places, strict=True))
 
 
 def code_name(code: int) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from difflib import get_close_matches
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,7 @@ from lantern_hpu.errors import Arg, OptionError, WeightsError, needing, words
 from lantern_hpu.files import ASSETS, check_content, some_names
 from lantern_hpu.models.config import ConditionConfig, TransformerConfig
 from lantern_hpu.models.pictures import Reader
-from lantern_hpu.models.text.frames import Codes, Frame, Words
+from lantern_hpu.models.text.frames import Codes, Frame, FrameConfig, Words, places_of
 from lantern_hpu.ops.buffers import ToDevice, to_device
 
 ARTICLES = frozenset({"a", "an", "the"})
@@ -202,6 +203,10 @@ class Conditioner(ABC):
         """Positions that a request takes; 0 where that is always the whole prefix."""
         return 0
 
+    def grids(self, request: Request) -> Sequence[tuple[int, int]]:
+        """Rows and columns of the codes of the pictures that a prompt has."""
+        return ()
+
     def notes(self, prompt: str) -> list[str]:
         """Warnings for the user: words that were cut or that the model does not know."""
         return []
@@ -351,19 +356,133 @@ def splitter(tokenizer: Any) -> Words:
     return lambda text: list(tokens(text))
 
 
+Framed = TypeVar("Framed", bound="FramedConditioner")
+
+
 class FramedPrompt(str):
-    """A prompt that another program has framed and split: its tokens, as the model's authors number them."""
+    """A prompt that another program has framed and split: its tokens, as the model's authors number them.
+
+    Attributes:
+        grids: rows and columns of the codes of pictures that it begins with.
+    """
 
     ids: tuple[int, ...]
+    grids: tuple[tuple[int, int], ...]
 
-    def __new__(cls, ids: Sequence[int]) -> FramedPrompt:
+    def __new__(cls, ids: Sequence[int], grids: Sequence[tuple[int, int]] = ()) -> FramedPrompt:
         self = super().__new__(cls, " ".join(map(str, ids)))
         self.ids = tuple(ids)
+        self.grids = tuple(grids)
         return self
 
 
-class TokenConditioner(Conditioner):
-    """Framed prompts, padded on the left; both rows of an image have pads and positions of their own."""
+class FramedConditioner(Conditioner):
+    """Framed prompts, padded on the left; both rows of an image have pads and positions of their own.
+
+    Attributes:
+        embed: the target's embedding, which looks the words up too; `word_table` takes its place.
+    """
+
+    takes_negative = True
+
+    def __init__(
+        self,
+        entry: FrameConfig,
+        config: TransformerConfig,
+        embed: nn.Module,
+        word_table: nn.Embedding | None = None,
+        to_device: ToDevice = to_device,
+    ) -> None:
+        self.entry = entry
+        self.config = config
+        self.embed = embed
+        self.word_table = word_table
+        self.to_device = to_device
+        self.others: dict[TransformerConfig, Any] = {}  # of other sizes
+
+    def sized(self: Framed, config: TransformerConfig) -> Framed:
+        if config == self.config:
+            return self
+        if config not in self.others:
+            other = copy.copy(self)
+            other.resize(config)
+            self.others[config] = other
+        sized: Framed = self.others[config]
+        return sized
+
+    def resize(self, config: TransformerConfig) -> None:
+        self.config = config
+
+    def grids(self, request: Request) -> Sequence[tuple[int, int]]:
+        return request.prompt.grids if isinstance(request.prompt, FramedPrompt) else ()
+
+    def prepare(self, requests: Sequence[Request]) -> None:
+        """Framed prompts are read as they are."""
+
+    def framed(self, request: Request) -> list[int]:
+        """Tokens of a request's prompt, pictures included."""
+        assert isinstance(request.prompt, FramedPrompt), "who has no tokenizer frames none"
+        return list(request.prompt.ids)
+
+    def without(self, row: list[int], negative: str | None) -> list[int]:
+        """The row that guidance subtracts from a framed prompt's: the negative one, or its last token."""
+        return list(negative.ids) if isinstance(negative, FramedPrompt) else row[-1:]
+
+    def length(self, request: Request) -> int:
+        row = self.framed(request)
+        return max(len(row), len(self.without(row, request.negative)))
+
+    def rows(self, requests: Sequence[Request], guidance: bool) -> Prefix:
+        rows = [self.framed(request) for request in requests]
+        if guidance:
+            given = [request.negative for request in requests]
+            rows += [self.without(r, n) for r, n in zip(rows, given, strict=True)]
+        width = self.config.prefix
+        longest = max(map(len, rows))
+        if longest > width:
+            what = f"a prompt has {longest} tokens"
+            raise OptionError(what, f"{self.entry.family} reads up to {width}", "a shorter prompt")
+        device = next(self.embed.parameters()).device
+        lengths = self.to_device(torch.tensor([len(row) for row in rows]), device)
+        valid = torch.arange(width, device=device) >= width - lengths[:, None]
+        padded = [[self.entry.pad] * (width - len(row)) + row for row in rows]
+        ids = torch.tensor([[self.place(t) for t in row] for row in padded])
+        ids = self.to_device(ids, device)
+        table = self.word_table or self.embed
+        embeddings: Tensor = table(ids)  # [R, P, H]
+        # A drafter has a table like the target's; words that it does not hold are token 0 to it.
+        tokens = ids.int() if self.word_table is None else torch.zeros_like(ids)
+        axes = self.axes(rows, requests) if self.config.has_axes else None
+        return Prefix(embeddings, valid, tokens, axes)
+
+    def axes(self, rows: Sequence[Sequence[int]], requests: Sequence[Request]) -> Tensor:
+        """Places of framed prompts, and of rows without them, on the axes of "mrope": [R, 3, P] int32."""
+        grids = [*map(self.grids, requests), *[[]] * (len(rows) - len(requests))]
+        width = self.config.prefix
+        places = torch.zeros(len(rows), 3, width, dtype=torch.int32)
+        for place, row, own in zip(places, rows, grids, strict=True):
+            place[:, width - len(row) :] = torch.tensor(places_of(len(row), own))
+        return self.to_device(places, next(self.embed.parameters()).device)
+
+    def place(self, token: int) -> int:
+        """The row of the table that holds a token."""
+        order, rows = self.entry.order, self.config.embed_rows
+        return token if order is None or rows is None else order.row(token, rows)
+
+    def as_published(self, drawn: Sequence[int]) -> list[int]:
+        """Drawn rows of our table, as the model's authors number them."""
+        order, rows = self.entry.order, self.config.embed_rows
+        if order is None or rows is None:
+            return list(drawn)
+        tokens = order.tokens(rows)
+        return [tokens[row] for row in drawn]
+
+    def parts(self) -> dict[str, nn.Module]:
+        return {"words": self.word_table} if self.word_table is not None else {}
+
+
+class TokenConditioner(FramedConditioner):
+    """Prompts of a user, which it splits and frames; framed ones too."""
 
     def __init__(
         self,
@@ -373,40 +492,28 @@ class TokenConditioner(Conditioner):
         word_table: nn.Embedding | None = None,
         to_device: ToDevice = to_device,
     ) -> None:
-        """`embed` is the target's embedding, which looks the words up too; `word_table` takes its place."""
+        super().__init__(frame.entry, frame.config, embed, word_table, to_device)
         self.tokenizer = tokenizer
         self.frame = frame
-        self.embed = embed
-        self.word_table = word_table
-        self.to_device = to_device
-        self.width = frame.config.prefix
         self.takes_negative = frame.entry.takes_negative
         added = getattr(tokenizer, "added_tokens_decoder", {})
         special = {id for id, token in added.items() if token.special}
         self.control = special | set(frame.id.values()) | frame.drawn()
-        self.others: dict[TransformerConfig, TokenConditioner] = {}  # of other sizes
 
-    def sized(self, config: TransformerConfig) -> TokenConditioner:
-        if config == self.frame.config:
-            return self
-        if config not in self.others:
-            frame = self.frame.sized(config)
-            other = TokenConditioner(
-                self.tokenizer, frame, self.embed, self.word_table, self.to_device
-            )
-            other.reader = self.reader
-            self.others[config] = other
-        return self.others[config]
+    def resize(self, config: TransformerConfig) -> None:
+        super().resize(config)
+        self.frame = self.frame.sized(config)
 
     @property
     def sourced(self) -> TokenConditioner:
         """The same of prompts with pictures."""
-        return self.sized(self.frame.config.of_grid(None, sourced=True))
+        return self.sized(self.config.of_grid(None, sourced=True))
 
     def length(self, request: Request) -> int:
-        if request.sources and not self.frame.config.sourced:
+        grids = self.grids(request)
+        if grids and not self.config.sourced:
             return self.sourced.length(request)
-        blank = [[[0] * columns] * rows for rows, columns in self.grids(request)]
+        blank = [[[0] * columns] * rows for rows, columns in grids]
         return len(self.ids(request.prompt, blank))
 
     def ids(self, prompt: str, sources: Sequence[Codes] = ()) -> list[int]:
@@ -415,11 +522,19 @@ class TokenConditioner(Conditioner):
             return list(prompt.ids)
         return self.frame.ids(self.plain(prompt), sources)
 
-    def grids(self, request: Request) -> list[tuple[int, int]]:
-        """Rows and columns of the codes of a request's sources."""
+    def framed(self, request: Request) -> list[int]:
+        return self.ids(request.prompt, self.codes(request))
+
+    def without(self, row: list[int], negative: str | None) -> list[int]:
+        if isinstance(negative, FramedPrompt):
+            return super().without(row, negative)
+        return self.frame.without(row, negative if negative is None else self.plain(negative))
+
+    def grids(self, request: Request) -> Sequence[tuple[int, int]]:
         reader = self.reader
         assert reader is not None or not request.sources, "a request's sources are checked before"
-        return [reader.grid(source) for source in request.sources] if reader else []
+        read = [reader.grid(source) for source in request.sources] if reader else []
+        return [*super().grids(request), *read]
 
     def codes(self, request: Request) -> list[list[list[int]]]:
         """Codes of a request's sources, of each row by row."""
@@ -447,45 +562,9 @@ class TokenConditioner(Conditioner):
                 prompt = prompt.replace(name, name[0] + BREAK + name[1:])
         return prompt
 
-    def rows(self, requests: Sequence[Request], guidance: bool) -> Prefix:
-        rows = [self.ids(one.prompt, self.codes(one)) for one in requests]
-        if guidance:
-            given = [request.negative for request in requests]
-            words = [n if n is None else self.plain(n) for n in given]
-            rows += [self.frame.without(r, n) for r, n in zip(rows, words, strict=True)]
-        device = next(self.embed.parameters()).device
-        lengths = self.to_device(torch.tensor([len(row) for row in rows]), device)
-        valid = torch.arange(self.width, device=device) >= self.width - lengths[:, None]
-        padded = [[self.frame.entry.pad] * (self.width - len(row)) + row for row in rows]
-        ids = torch.tensor([[self.place(t) for t in row] for row in padded])
-        ids = self.to_device(ids, device)
-        table = self.word_table or self.embed
-        embeddings: Tensor = table(ids)  # [R, P, H]
-        # A drafter has a table like the target's; words that it does not hold are token 0 to it.
-        tokens = ids.int() if self.word_table is None else torch.zeros_like(ids)
-        axes = self.axes(rows, requests) if self.frame.config.has_axes else None
-        return Prefix(embeddings, valid, tokens, axes)
-
-    def axes(self, rows: Sequence[Sequence[int]], requests: Sequence[Request]) -> Tensor:
-        """Places of framed prompts, and of rows without them, on the axes of "mrope": [R, 3, P] int32."""
-        grids = [*map(self.grids, requests), *[[]] * (len(rows) - len(requests))]
-        places = torch.zeros(len(rows), 3, self.width, dtype=torch.int32)
-        for place, row, own in zip(places, rows, grids, strict=True):
-            place[:, self.width - len(row) :] = torch.tensor(self.frame.axes(len(row), own))
-        return self.to_device(places, next(self.embed.parameters()).device)
-
-    def place(self, token: int) -> int:
-        """The row of the table that holds a token."""
-        order, rows = self.frame.entry.order, self.frame.config.embed_rows
-        return token if order is None or rows is None else order.row(token, rows)
-
     def published(self, prompt: str, drawn: Sequence[int]) -> list[int]:
         """Tokens of a prompt and of drawn rows of our table, as the model's authors number them."""
-        order, rows = self.frame.entry.order, self.frame.config.embed_rows
-        if order is not None and rows is not None:
-            tokens = order.tokens(rows)
-            drawn = [tokens[row] for row in drawn]
-        return [*self.ids(prompt), *drawn]
+        return [*self.ids(prompt), *self.as_published(drawn)]
 
     def notes(self, prompt: str) -> list[str]:
         return self.frame.notes(self.plain(prompt))
@@ -497,6 +576,3 @@ class TokenConditioner(Conditioner):
     def negative_notes(self, negative: str) -> list[str]:
         """The same of a negative prompt."""
         return self.frame.notes(self.plain(negative), negative=True)
-
-    def parts(self) -> dict[str, nn.Module]:
-        return {"words": self.word_table} if self.word_table is not None else {}

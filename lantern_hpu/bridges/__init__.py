@@ -1,0 +1,1 @@
+"""lantern_hpu inside other libraries: `bridges.diffusers` and `bridges.transformers`."""
