@@ -174,8 +174,8 @@ def test_offloaded_weights_are_given_back(folder: Path, monkeypatch: pytest.Monk
     assert pictures(pipe, image=sources()[:1]) == want
     hook.remove()
     accelerator.cpu_offload(encoder, torch.device("cpu"))
-    with pytest.raises(LanternError, match=r"meta.*\n.*enable_model_cpu_offload"):
-        pictures(pipe, image=sources()[:1])
+    with pytest.raises(LanternError, match=r"meta\n.*enable_model_cpu_offload"):
+        pictures(pipe)
 
 
 def mixed(pipe: Any) -> Any:

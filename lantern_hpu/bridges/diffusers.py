@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from lantern_hpu.backends.base import dtype_name
-from lantern_hpu.bridges.transformers import PROMPT, draw, generate, glm_prompts, refused
+from lantern_hpu.bridges.transformers import (
+    PROMPT,
+    draw_framed,
+    generate,
+    glm_prompts,
+    not_honoured,
+)
 from lantern_hpu.core import Sampling
 from lantern_hpu.errors import DeviceError, OptionError, choices, needing
 from lantern_hpu.models.pictures import GlmImageReader
@@ -158,13 +164,13 @@ class FolderStage:
     ) -> Tensor:
         """As the encoder's own, of the one call that the pipeline makes: [R, P + N + 1]."""
         for name in given.keys() - set(PROMPT):
-            raise refused(name, "the pipeline does not give it")
+            raise not_honoured(name, "the pipeline does not give it")
         if input_ids.device.type != self.lantern.device.type:
             what = f"the pipeline is on {input_ids.device.type}, its first stage on {self.device}"
             raise DeviceError(what, hint="accelerate(pipe, ...) behind pipe.to(...)")
         rows, size = glm_prompts(self, input_ids, given)
         sampling = self.sampling if do_sample else Sampling(1.0, 0.0)
-        drawn, _ = draw(self.lantern, rows, sampling, size, **self.how)
+        drawn, _ = draw_framed(self.lantern, rows, sampling, size, **self.how)
         end = self.lantern.model.codes + 1
         new = torch.tensor([[*row, end] for row in drawn], device=input_ids.device)
         return torch.cat([input_ids, new[:, :max_new_tokens]], 1)

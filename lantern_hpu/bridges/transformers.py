@@ -64,7 +64,7 @@ Grid = tuple[int, int]
 PIPELINES: WeakKeyDictionary[Any, tuple[Any, LanternPipeline]] = WeakKeyDictionary()
 
 
-def refused(name: str, why: str, hint: str = "leave it out") -> OptionError:
+def not_honoured(name: str, why: str, hint: str = "leave it out") -> OptionError:
     return OptionError(f"{name} cannot be honoured", why, hint)
 
 
@@ -115,7 +115,7 @@ def pipeline_of(model: Any, asked: torch.device) -> Iterator[LanternPipeline]:
     home = next(model.parameters()).device
     hook = getattr(model, "_hf_hook", None)
     device = torch.device(getattr(hook, "execution_device", None) or home)
-    if asked.type != device.type:
+    if asked.type != device.type and home.type != "meta":
         what = f"the prompt is on {asked.type}, the model on {device.type}"
         raise DeviceError(what, hint=f'inputs.to("{device.type}")')
     tensors = chain(model.parameters(), model.buffers())
@@ -139,7 +139,7 @@ def pipeline_of(model: Any, asked: torch.device) -> Iterator[LanternPipeline]:
             pipeline.close()
 
 
-def draw(
+def draw_framed(
     pipeline: LanternPipeline,
     prompts: Sequence[FramedPrompt],
     sampling: Sampling,
@@ -159,7 +159,7 @@ def draw(
     """
     began, count = time.perf_counter(), len(prompts)
     setting = pipeline.resolve(method, batch_size_for(count, batch_size))
-    drawn = torch.randint(1 << 53, (count,), device="cpu").tolist() if generator is None else None
+    drawn = torch.randint(1 << 53, (count,)).tolist() if generator is None else None
     each = zip(prompts, seeds_of(drawn, generator, count), negatives or [None] * count, strict=True)
     requests = [
         Request(prompt, seed, sampling, setting.relaxation, negative, size)
@@ -179,13 +179,13 @@ def draw(
             "steps": steps,
             "tokens_per_step": round((tokens - count) / max(steps, 1), 4),
             "logprobs": logprobs,
-            **bytes_of(pipeline, model),
+            **weight_bytes(pipeline, model),
         }
     condition: Any = pipeline.model.condition
     return [condition.as_published(row.tolist()) for row in result.tokens], logprobs
 
 
-def bytes_of(pipeline: LanternPipeline, model: Any) -> dict[str, int]:
+def weight_bytes(pipeline: LanternPipeline, model: Any) -> dict[str, int]:
     """Bytes of a pipeline's weights: those that are a model's own, and those that are memory of their own."""
     parts = [*pipeline.model.stepping, *pipeline.model.condition.parts().values()]
     held = {t.data_ptr(): t.nbytes for p in parts for t in chain(p.parameters(), p.buffers())}
@@ -206,18 +206,18 @@ def read_settings(config: Any, processors: Sequence[Any]) -> tuple[Sampling, dic
     known = vars(import_module("transformers").GenerationConfig()).keys() | {"generation_kwargs"}
     unknown = [name for name in vars(config) if not name.startswith("_") and name not in known]
     for name in (*unknown, *(name for name in REFUSED if getattr(config, name, None))):
-        raise refused(name, "generation_config has it, and images are not drawn so")
+        raise not_honoured(name, "generation_config has it, and images are not drawn so")
     mode = config.get_generation_mode().value
     if mode not in ("sample", "greedy_search"):
-        raise refused(mode, "images are sampled, or greedy", "num_beams=1")
+        raise not_honoured(mode, "images are sampled, or greedy", "num_beams=1")
     found = {type(one).__name__: one for one in processors}
     free = {f"{name}LogitsProcessor" for name in WITHOUT_EFFECT}
     for name, one in found.items():
         if name not in {*PROCESSORS, *free} or getattr(one, "min_tokens_to_keep", 1) > 1:
-            raise refused(name, "images are drawn without such a logits processor")
+            raise not_honoured(name, "images are drawn without such a logits processor")
     order = [type(one).__name__ for one in processors if type(one).__name__ not in free]
     if order != [name for name in PROCESSORS if name in found]:
-        raise refused(
+        raise not_honoured(
             ", ".join(order), f"each is applied once, in the order {', '.join(PROCESSORS)}"
         )
     values = {field: getattr(found[name], field) for name in order for field in PROCESSORS[name]}
@@ -237,20 +237,20 @@ def check_constraints(
         ids: [P] of a prompt. drawn: [N] the tokens of its image.
     """
     if lost := codes.intersection(map(int, values.get("suppress_tokens", ()))):
-        raise refused("suppress_tokens", f"it has {len(lost)} codes of images")
+        raise not_honoured("suppress_tokens", f"it has {len(lost)} codes of images")
     if (function := values.get("_prefix_allowed_tokens_fn")) is None:
         return
     for place in (0, columns - 1):
         allowed = set(map(int, function(0, torch.cat([ids, ids.new_tensor(drawn[:place])]))))
         if allowed != (codes if drawn[place] in codes else {drawn[place]}):
             why = f"it allows {len(allowed)} tokens at place {place} of an image, which are not the model's"
-            raise refused("prefix_allowed_tokens_fn", why)
+            raise not_honoured("prefix_allowed_tokens_fn", why)
 
 
 # ---------------------------------------------------------------------------------------- prompts
 
 
-def rows_of(ids: Tensor, mask: Tensor | None) -> list[FramedPrompt]:
+def prompt_rows(ids: Tensor, mask: Tensor | None) -> list[FramedPrompt]:
     """Prompts [R, P] without their pads."""
     kept = torch.ones_like(ids) if mask is None else mask
     return [FramedPrompt(row[keep.bool()].tolist()) for row, keep in zip(ids, kept, strict=True)]
@@ -275,7 +275,7 @@ def glm_prompts(
     Args:
         model: makes codes of pictures. copies: images of each prompt; each tensor of `given` is repeated so often.
     """
-    rows = rows_of(ids, given.get("attention_mask"))
+    rows = prompt_rows(ids, given.get("attention_mask"))
     pixels: Any = given.get("pixel_values")
     if (grids := given.get("image_grid_thw")) is None:
         raise OptionError("image_grid_thw is missing", "it says the size", "the processor's inputs")
@@ -329,7 +329,7 @@ def generate(
 
     Args:
         input_ids: [R, P], padded on the left. method: as of `LanternPipeline`. batch_size: rows decoded together.
-        generator: see `draw`. image_sizes: see `emu3_size`. report: is filled with what the run took.
+        generator: see `draw_framed`. image_sizes: see `emu3_size`. report: is filled with what the run took.
 
     Returns [R, P + N and what ends an image], or an output of transformers with it as `sequences`.
 
@@ -342,23 +342,25 @@ def generate(
     given = {name: value for name, value in model_kwargs.items() if value is not None}
     rules = {type(rule).__name__ for rule in stopping_criteria}
     for name in (given.keys() - {*PROMPT, *OTHERS}) | (rules - set(CRITERIA)):
-        raise refused(name, "an image has a prompt, and ends when it is whole")
+        raise not_honoured(name, "an image has a prompt, and ends when it is whole")
     sampling, values = read_settings(generation_config, logits_processor)
     context = values.get("unconditional_context", {})
     with pipeline_of(model, input_ids.device) as pipeline:
         frame, codes, size = pipeline.model.config.condition.frame, pipeline.model.codes, None
-        rows = rows_of(input_ids, given.get("attention_mask"))
+        rows = prompt_rows(input_ids, given.get("attention_mask"))
         if frame == "janus":
-            raise refused(
+            raise not_honoured(
                 "custom_generate", "Janus overrides generate", "generate_janus(model, ...)"
             )
         if frame == "glm-image":
             if context:
-                raise refused("guidance_scale", "GLM-Image's first stage is drawn without guidance")
+                raise not_honoured(
+                    "guidance_scale", "GLM-Image's first stage is drawn without guidance"
+                )
             copies = generation_config.num_return_sequences or 1
             rows, size = glm_prompts(model, input_ids, given, copies)
         elif "pixel_values" in given or given.get("mm_encoder_outputs"):
-            raise refused("pixel_values", f"{type(model).__name__} draws from words alone")
+            raise not_honoured("pixel_values", f"{type(model).__name__} draws from words alone")
         elif frame == "emu3":
             size = emu3_size(image_sizes)
         begin = BEGINS.get(frame, codes)
@@ -366,10 +368,10 @@ def generate(
             raise OptionError("a prompt begins no image", f"its last token is not {begin}")
         negatives = []
         if context.get("input_ids") is not None:
-            negatives = rows_of(context["input_ids"], context["attention_mask"])
+            negatives = prompt_rows(context["input_ids"], context["attention_mask"])
             negatives = [row for row in negatives for _ in range(len(rows) // len(negatives))]
         how = (method, batch_size, generator, negatives, model, report)
-        drawn, logprobs = draw(pipeline, rows, sampling, size, *how)
+        drawn, logprobs = draw_framed(pipeline, rows, sampling, size, *how)
         condition: Any = pipeline.model.condition
         every = set(condition.as_published(range(codes)))
         check_constraints(values, input_ids[0], drawn[0], every, pipeline.model.sized(size).columns)
@@ -381,7 +383,9 @@ def answer(config: Any, prompts: Tensor, new: list[list[int]], logprobs: Any) ->
     """What transformers returns of prompts [R, P], or [R, 0], and the tokens behind them."""
     rows, length = torch.tensor(new, device=prompts.device), prompts.shape[1]
     if max(config.min_new_tokens or 0, (config.min_length or 0) - length) > rows.shape[1]:
-        raise refused("min_new_tokens", f"an image has {rows.shape[1]} tokens, its end included")
+        raise not_honoured(
+            "min_new_tokens", f"an image has {rows.shape[1]} tokens, its end included"
+        )
     most = config.max_length - length if length else rows.shape[1]
     if most < rows.shape[1]:
         warnings.warn(f"an image has {rows.shape[1]} tokens, {most} are asked for", stacklevel=2)
@@ -411,12 +415,12 @@ def generate_janus(
     Args: see `generate`. kwargs: fields of a `GenerationConfig`, or one as `generation_config`.
     """
     if generation_mode != "image":
-        raise refused(
+        raise not_honoured(
             f"generation_mode={generation_mode}", "images are drawn here", "model.generate"
         )
     config, rest = model._prepare_generation_config(kwargs.pop("generation_config", None), **kwargs)
     for name in (name for name, value in rest.items() if value is not None):
-        raise refused(name, "an image has a prompt, and ends when it is whole")
+        raise not_honoured(name, "an image has a prompt, and ends when it is whole")
     scale = config.guidance_scale or 5.0  # as there
     config.guidance_scale = None
     model._prepare_special_tokens(config, attention_mask is not None, device=input_ids.device)
@@ -429,14 +433,16 @@ def generate_janus(
         device=input_ids.device,
     )
     sampling, values = read_settings(config, processors)
-    rows = rows_of(input_ids, attention_mask)
+    rows = prompt_rows(input_ids, attention_mask)
     rows = [row for row in rows for _ in range(config.num_return_sequences or 1)]
     kept = {config.bos_token_id, BEGINS["janus"]}
     pad = config.pad_token_id
     negatives = [FramedPrompt([t if t in kept else pad for t in row.ids]) for row in rows]
     with pipeline_of(model, input_ids.device) as pipeline:
         how = (method, batch_size, generator, negatives, model, report)
-        drawn, logprobs = draw(pipeline, rows, replace(sampling, cfg_scale=scale), None, *how)
+        drawn, logprobs = draw_framed(
+            pipeline, rows, replace(sampling, cfg_scale=scale), None, *how
+        )
         check_constraints(values, input_ids[0], drawn[0], set(range(pipeline.model.codes)), 1)
     return answer(config, input_ids[:, :0], drawn, logprobs)
 
@@ -445,5 +451,5 @@ def from_hub(model: Any, **arguments: Any) -> Any:
     """`generate` as a repository on the Hub is called, with each argument of `model.generate`."""
     for name in ("streamer", "assistant_model", "synced_gpus", "use_model_defaults"):
         if arguments.pop(name, None):
-            raise refused(name, "an image is returned when it is whole")
+            raise not_honoured(name, "an image is returned when it is whole")
     return model.generate(**arguments, custom_generate=generate)
