@@ -18,11 +18,18 @@ from contextlib import closing
 
 from lantern_hpu.backends import DeviceOptions, prepare
 from lantern_hpu.commands import options
-from lantern_hpu.errors import exit_code, listed, require
+from lantern_hpu.errors import Arg, OptionError, exit_code, listed, require, words
 from lantern_hpu.files import check_free
 from lantern_hpu.graphs import RUNNERS
 from lantern_hpu.methods.setting import AUTO
-from lantern_lab.measure.options import GRAPHS, LARGE, USUAL, BenchRequest, has_long_steps
+from lantern_lab.measure.options import (
+    GRAPHS,
+    LARGE,
+    RANDOM,
+    USUAL,
+    BenchRequest,
+    has_long_steps,
+)
 from lantern_lab.measure.reports import show_report
 from lantern_lab.measure.rows import speed_tables
 
@@ -55,11 +62,30 @@ def bench_request(args: argparse.Namespace, usual: Mapping[str, str] = USUAL) ->
     return BenchRequest(
         options=options.from_args(DeviceOptions, args),
         settings=options.settings_of(args, usual["methods"]),
-        modes=listed(args.graphs or GRAPHS, "graphs", "graph mode", [AUTO, *RUNNERS]),
+        modes=listed(
+            args.graphs or usual.get("graphs", GRAPHS), "graphs", "graph mode", [AUTO, *RUNNERS]
+        ),
         by_name=args.graphs is not None,
         batches=[int(size) for size in sizes],
         **given | options.given_fields(BenchRequest, args),
     )
+
+
+def time_first_stage(args: argparse.Namespace, given: Sequence[str]) -> None:
+    """`bench` of a model without its files."""
+    for name in ("num_images", "interleave", "quantize"):
+        if getattr(args, name):
+            why = "no image is drawn, and weights are those of the device's number format"
+            raise OptionError(words(Arg("random_weights", True), "has no", Arg(name)), why)
+    wanted = bench_request(args, RANDOM)
+    for setting in wanted.settings:
+        allowed = "methods without a drafter, as random weights have none"
+        require(not setting.needs_drafter, "method", str(setting), allowed)
+    require(len(wanted.modes) == 1, "graphs", args.graphs, "one graph mode with random weights")
+    from lantern_lab.measure.first_stage import measure, tables
+
+    report = measure(wanted, given)
+    show_report(report, tables(report), args.output, args.force)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,6 +98,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_free([args.output], args.force)
         began = time.perf_counter()
         prepare(wanted.options.device, wanted.mode)  # before torch is imported
+        if wanted.random_weights:
+            time_first_stage(args, given)
+            return
         from lantern_lab.measure.bench import open_pipeline, run_bench
 
         import_s = time.perf_counter() - began

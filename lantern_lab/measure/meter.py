@@ -196,9 +196,16 @@ def seconds_of(backend: Backend, function: Callable[[], object], calls: int = 1)
     return (device_time(backend) - began) / calls
 
 
-def step_alone(engine: Engine, prefix: Prefix, requests: Sequence[Request], most: int) -> float:
-    """Milliseconds of a step, of `most` at most that follow each other at once: nothing is fed or read between them."""
+def step_alone(
+    engine: Engine, prefix: Prefix, requests: Sequence[Request], most: int, known: int = 0
+) -> float:
+    """Milliseconds of a step, of `most` at most that follow each other at once: nothing is fed or read between them.
+
+    With `known`, they are steps of images of which so many tokens are known, whatever those are.
+    """
     engine.prefill_batch(prefix, requests)
+    if known:
+        engine.state.count.fill_(known)
     count = min(most, engine.spec.block)
     engine.upload_uniforms([request.seed for request in requests], 1, count)
     with engine.tuner.with_threads():

@@ -36,6 +36,8 @@ LARGE = {
     "batch_sizes": "1",
     "images": "1",
 }
+# The same with random weights, whose images say nothing
+RANDOM = {"methods": "ar,scd@8", "batch_sizes": "1", "graphs": AUTO}
 TUNABLE = [name for name, method in METHODS.items() if method.tunable]
 TUNE_LARGE = {"max_nodes": 12, "images": 3}  # what `tune` measures of a large model on a processor
 HELD_OUT = 1_000_000  # added to seeds: a tree is not chosen on images that are looked at
@@ -71,6 +73,11 @@ class BenchRequest:
         False,
         "rows of a graph mode and batch size draw a batch each in turn, so that a drift of the machine's speed affects "
         "all alike; needs the memory of all at once",
+    )
+    random_weights: bool = option(
+        False,
+        "time the tokens of a known model without its files: random weights of its sizes, in parts if memory is short, "
+        "beside the figures that others print",
     )
     seed: int = option(0, "of the first image")
 
