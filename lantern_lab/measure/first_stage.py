@@ -19,8 +19,8 @@ import torch
 
 from lantern_hpu.backends.base import DevicePlan, dtype_name, get_backend
 from lantern_hpu.core import Request, Sampling
+from lantern_hpu.decode.accelerators import Rates, least_seconds
 from lantern_hpu.decode.engine import Engine
-from lantern_hpu.decode.requirements import Rates, least_seconds
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.errors import DeviceError
 from lantern_hpu.generator import describe_environment
