@@ -94,6 +94,7 @@ class Request:
         negative: what guidance leads away from, for models that read one; None: the model's own.
         size: height and width in pixels, for models that have several; None: the model's own.
         sources: pictures to draw from, in their order, for models that read some.
+        logprobs: whether the log-probabilities of its tokens are kept; its tokens are the same.
     """
 
     prompt: str
@@ -103,6 +104,7 @@ class Request:
     negative: str | None = None
     size: tuple[int, int] | None = None
     sources: tuple[SourcePicture, ...] = ()
+    logprobs: bool = False
 
     def __post_init__(self) -> None:
         check_prompt(self.prompt)
@@ -149,6 +151,9 @@ class ImageRecord:
         tv_max: the same of the token where it was largest. tv_mean: of a token after the first.
         file: where it was written.
         invalid: which of its numbers were NaN or infinite; empty where none was.
+        logprobs: [N] float32, of each token in the distribution that it was drawn from: after guidance, temperature,
+            filters and what the picture's grammar forbids; 0 where a greedy image has one choice. None: not asked for.
+        model_logprobs: [N] float32, of each token by the model alone: temperature 1, no guidance, no filter.
     """
 
     request: Request
@@ -160,6 +165,8 @@ class ImageRecord:
     tv_max: float | None = 0.0
     file: str | None = None
     invalid: str = ""
+    logprobs: NDArray[np.float32] | None = None
+    model_logprobs: NDArray[np.float32] | None = None
 
     @property
     def prompt(self) -> str:
@@ -193,7 +200,12 @@ class ImageRecord:
     def as_json(self) -> dict[str, Any]:
         """The image's line in the report."""
         result = {name: getattr(self, name) for name in REPORTED}
-        return result | ({"invalid": self.invalid} if self.invalid else {})
+        return result | self.listed_logprobs() | ({"invalid": self.invalid} if self.invalid else {})
+
+    def listed_logprobs(self) -> dict[str, Any]:
+        """By name, for JSON; nothing where they were not asked for."""
+        both = {name: getattr(self, name) for name in ("logprobs", "model_logprobs")}
+        return {name: values.tolist() for name, values in both.items() if values is not None}
 
 
 def check_valid(records: Sequence[ImageRecord], result: Any = None) -> None:

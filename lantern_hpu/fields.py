@@ -98,7 +98,7 @@ class Param:
         if self.zero and value == 0:
             return
         fits = is_number(value, self.kind)
-        allowed = self.range or "a number"
+        allowed = self.range or ("true or false" if self.kind is bool else "a number")
         if not fits and self.kind is int:
             allowed = f"a whole number, {self.range}" if self.range else "a whole number"
         fits = fits and (self.low is None or value >= self.low)  # type: ignore[operator]
@@ -108,7 +108,9 @@ class Param:
 
 
 def is_number(value: object, kind: object) -> bool:
-    """Whether a value is a number where `kind` is one, and a whole one where that is whole; else anything is."""
+    """Whether a value is a number where `kind` is one, whole where that is, and no number where that is bool."""
+    if kind is bool:
+        return isinstance(value, bool)
     number = {int: Integral, float: Real}.get(kind)  # type: ignore[call-overload]
     return number is None or (isinstance(value, number) and not isinstance(value, bool))
 
@@ -206,6 +208,12 @@ _PARAMS = [
         high=1,
         marks={1: "off"},
         group=SAMPLING,
+    ),
+    Param(
+        "logprobs",
+        bool,
+        "keep the log-probability of each token, of lossless methods",
+        group="where it goes",
     ),
     Param(
         "batch_size",

@@ -243,6 +243,7 @@ class LanternPipeline(ImageGenerator):
         top_k: int | None = None,
         top_p: float | None = None,
         batch_size: int | None = None,
+        logprobs: bool = False,
         image: Sources | None = None,
         generator: torch.Generator | Sequence[torch.Generator] | None = None,
         output_type: OutputType = "pil",
@@ -261,6 +262,8 @@ class LanternPipeline(ImageGenerator):
             temperature: 0 (greedy), or 0.01 to 10. top_k: sample from so many of the most probable tokens; 0 is off.
             top_p: sample from the most probable tokens of this probability, 1e-06 to 1 (off).
             batch_size: images decoded together, at most 8 if not set; it does not change the images.
+            logprobs: keep the log-probabilities of the tokens, in `result.logprobs` and `result.model_logprobs`, for
+                lossless methods; the images are the same.
             image: a picture to draw from, of PIL or the path of one, for models that read some; a list is several
                 sources of one image, and a list of lists has those of each prompt.
             generator: its initial seed in place of `seed`; of a list, one for each image.
@@ -294,8 +297,9 @@ class LanternPipeline(ImageGenerator):
         sources = sources_of(image, len(prompts))
         check_sources(self.model.config, self.model.name, len(sources[0]))
         seeds = iter(seeds_of(asked.get("seed"), generator, count))
+        settings = sampling, setting.relaxation
         requests = [
-            Request(text, next(seeds), sampling, setting.relaxation, negative, own, pictures)
+            Request(text, next(seeds), *settings, negative, own, pictures, logprobs)
             for text, negative, pictures in zip(prompts, negatives, sources, strict=True)
             for own in [size or self.model.size_of_sources(pictures)]
             for _ in range(each)

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 # ----------------------------------------------------------------------------------------- options
 
 # Keys of a configuration file, or variables: what few runs need, and no option of the command line
-KEYS = ("image_size", "kernels", "layout", "keep_text", "preview_every", "verbose")
+KEYS = ("image_size", "kernels", "layout", "keep_text", "logprobs", "preview_every", "verbose")
 
 
 def make_parser() -> options.Parser:
@@ -134,6 +134,7 @@ class GenerateJob:
     known: dict[str, Any] | None = None  # and its settings
     tokens: bool = False  # whether those are enough, of which pictures can be made later, or
     states: bool = False  # hidden states
+    logprobs: bool = False  # whether the report has those
 
     def __post_init__(self) -> None:
         for prompt in dict.fromkeys(self.prompts.values()):
@@ -156,7 +157,7 @@ class GenerateJob:
             setting = pipeline.resolve(self.setting, self.slots)
             sampling = replace(model.sampling, **self.sampling)
         size = self.size or model.size_of_sources(self.sources)
-        more = sampling, setting.relaxation, self.negative, size, self.sources
+        more = sampling, setting.relaxation, self.negative, size, self.sources, self.logprobs
         return setting, [Request(text, self.seed + n, *more) for n, text in self.prompts.items()]
 
     def check_model(self, opened: OpenedModel) -> None:
@@ -185,6 +186,9 @@ def read_job(args: argparse.Namespace) -> GenerateJob:
     if args.resume and (args.force or args.grid or args.save_tokens or args.save_states):
         why = "it keeps the images that are there, and only their pixels"
         raise OptionError("--resume excludes --force, --grid, --save-tokens and --save-states", why)
+    if args.logprobs and not args.report:
+        why = "the report has them"
+        raise OptionError("logprobs cannot be used alone", why, Arg("report", "FILE.json"))
     asked = given_params(vars(args), "command")
     return job_of_png(args, asked) if args.from_png else new_job(args, asked)
 
@@ -217,11 +221,15 @@ def new_job(args: argparse.Namespace, asked: Mapping[str, Any]) -> GenerateJob:
         sampling=only(Sampling, asked),
         tokens=args.save_tokens is not None,
         states=args.save_states is not None,
+        logprobs=bool(args.logprobs),
     )
 
 
-# Options that say what an image to draw again says already; of many images those decoded together stay free
-SAID = {"prompt", "prompts_file", "dtype", "quantize"} | IMAGE_PARAMS.keys() - {"batch_size"}
+# Options that say what an image to draw again says already; what is no part of the image stays free
+SAID = {"prompt", "prompts_file", "dtype", "quantize"} | IMAGE_PARAMS.keys() - {
+    "batch_size",
+    "logprobs",
+}
 
 
 def job_of_png(args: argparse.Namespace, asked: Mapping[str, Any]) -> GenerateJob:
@@ -263,6 +271,7 @@ def job_of_png(args: argparse.Namespace, asked: Mapping[str, Any]) -> GenerateJo
         known=config,
         tokens=args.save_tokens is not None,
         states=args.save_states is not None,
+        logprobs=bool(args.logprobs),
     )
 
 

@@ -356,6 +356,21 @@ class Sampler(nn.Module):
             return best
         return torch.where(state.sampling.greedy, best, self.kernels.sample(probs, uniform))
 
+    def logprobs(
+        self, probs: Tensor, hidden: Tensor, tokens: Tensor, state: DecodeState | PrefillInput
+    ) -> Tensor:
+        """Log-probabilities of tokens [B, n]: as they were drawn, and of the model's own distribution, [B, n, 2].
+
+        Args:
+            probs: [B, n] of each token, where it was drawn; a greedy image has but one choice.
+            hidden: [B, n, F], the features before them, of the rows with the condition.
+        """
+        drawn = probs.log()
+        if self.spec.use_greedy:
+            drawn = drawn.masked_fill(state.sampling.greedy[:, None], 0.0)
+        own = self.head(hidden[..., : self.width]).float().log_softmax(-1)
+        return torch.stack([drawn, gather(own, 2, tokens[..., None])[..., 0]], -1)
+
     def distinct(self, probs: Tensor, uniform: Tensor, state: DecodeState) -> Tensor:
         """Children of each node [B, w, c] from probs [B, w, V]: drawn, or the most probable if greedy."""
         if not self.spec.use_greedy:

@@ -358,20 +358,28 @@ def read_records(engine: Engine, images: Mapping[int, Request]) -> list[ImageRec
     counts = torch.stack([state.steps, state.relaxed, state.spoiled], 1)  # [B, 3]
     table = torch.cat([engine.token_rows(), counts, state.accepted], 1)  # [B, N + 3 + D]
     width = table.shape[1]
-    if state.meter is not None:  # in one read: below 2^24 float32 holds every whole number
-        spent = torch.stack([state.meter.total, state.meter.largest], 1)
-        table = torch.cat([table.float(), spent], 1)
+    reals = list[Tensor]()
+    if state.meter is not None:
+        reals.append(torch.stack([state.meter.total, state.meter.largest], 1))  # [B, 2]
+    if state.logprobs is not None:
+        every = state.logprobs.unflatten(0, (engine.spec.images, -1))
+        reals.append(every[:, :total].transpose(1, 2).flatten(1))  # [B, 2 N]
+    if reals:  # in one read: below 2^24 float32 holds every whole number
+        table = torch.cat([table.float(), *reals], 1)
     read = table.cpu().numpy()
     result = []
     for slot, request in images.items():
         row = read[slot, :width].astype(np.int64)
         steps, relaxed, spoiled, *accepted = row[total:].tolist()
         invalid = f"probabilities were NaN in {spoiled} of {steps} steps" if spoiled else ""
-        tv_sum, tv_max = read[slot, width:].tolist() or (0.0, 0.0)
+        metered = state.meter is not None
+        tv_sum, tv_max = read[slot, width : width + 2].tolist() if metered else (0.0, 0.0)
         if request.relaxation.active and not request.relaxation.metered:
             tv_sum = tv_max = None
         record = ImageRecord(request, row[:total], steps, accepted, relaxed, tv_sum, tv_max)
         record.invalid = invalid
+        if request.logprobs:
+            record.logprobs, record.model_logprobs = read[slot, -2 * total :].reshape(2, total)
         result.append(record)
     return result
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lantern_hpu.core import Request
-from lantern_hpu.errors import OptionError, require
-from lantern_hpu.methods.relaxation import Residual, refused
+from lantern_hpu.errors import Arg, OptionError, require, words
+from lantern_hpu.methods.relaxation import Relaxation, Residual, refused
 from lantern_hpu.methods.setting import check_acceptance
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.tree import Tree, Window
@@ -22,7 +22,10 @@ BATCHES = (1, 2, 3, 4, 6, 8)  # sizes of a batch where none is asked for
 LEAST_CLASS = 16  # of top-k and neighbours
 LEAST_RANKS = 7  # of a cluster, as published
 # Fields of a spec whose larger values serve the smaller ones too
-GROWING = "guidance use_greedy max_top_k use_top_p neighbours annealed ranks blended".split()
+GROWING = (
+    "guidance use_greedy max_top_k use_top_p neighbours annealed ranks blended logprobs".split()
+)
+LOSSLESS_HINT = words("a lossless method:", Arg("method", "ar"), "or scd")
 NOISE_BYTES = 2**28  # of a batch's fixed noise, at most; more is made in each step
 
 
@@ -45,6 +48,7 @@ class Spec:
     together: bool = False  # drafts are verified together
     residual: Residual = "sound"
     metered: bool = False  # what relaxation costs an image is added up
+    logprobs: bool = False  # some image keeps the log-probabilities of its tokens
     open: bool = False  # images are also admitted one by one, while others go on
     grid: tuple[int, int] | None = None  # of the picture; None: the model's
     prefix: int | None = None  # P; None: the model's
@@ -82,6 +86,7 @@ class Spec:
             residual=common_residual(requests),
             metered=tree.commit > 1
             or (tree.depth > 0 and any(r.relaxation.metered for r in requests)),
+            logprobs=any(r.logprobs for r in requests),
             grid=config.grid if config.code_pixels else None,
             prefix=config.prefix if config.prefixes or config.sourced else None,
         )
@@ -149,10 +154,21 @@ def check_drawable(tree: Tree, requests: Sequence[Request], config: TransformerC
         raise refused(f"the tree is {tree.name}", why)
     for request in requests:
         check_acceptance(tree, request.relaxation)
+        if request.logprobs and (why := why_no_logprobs(tree, request.relaxation)):
+            raise OptionError("logprobs cannot be had", why, LOSSLESS_HINT, field="logprobs")
     most = config.tokens - 1
     if isinstance(tree, Window) and tree.width > most:
         why = f"allowed: at most {most}, the rest of the image"
         raise refused(f"the window is {tree.width}", why)
+
+
+def why_no_logprobs(tree: Tree, relaxation: Relaxation) -> str:
+    """Why a token's distribution is not known; empty where it is the target's."""
+    if relaxation.active:
+        return "relaxed acceptance draws from no distribution that is known"
+    if tree.commit > 1:
+        return "a fixed schedule of several tokens draws them from distributions a step old"
+    return ""
 
 
 def keeps_noise(config: TransformerConfig, tree: Tree, images: int) -> bool:

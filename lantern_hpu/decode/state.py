@@ -188,6 +188,8 @@ class DecodeState:
     relaxed: Tensor  # [B] int32, drafts accepted only thanks to relaxation
     spoiled: Tensor  # [B] int32, steps whose probabilities were NaN
     meter: Meter | None  # what that cost; None where it is not metered
+    # [B * (N + D + 1), 2] float32, of each of `tokens`: see `Sampler.logprobs`; None where no image keeps them
+    logprobs: Tensor | None = None
 
     @classmethod
     def allocate(
@@ -206,11 +208,14 @@ class DecodeState:
         b, r, depth = spec.images, spec.rows, spec.tree.depth
         s = capacity(config, spec.tree)
         sizes = (config.layers, r, s, config.kv, config.head_dim)
-        moves = meter = None
+        moves = meter = logprobs = None
+        columns = b * token_columns(config, spec.tree)
         if not spec.tree.is_chain:
             moves = Moves(int_zeros(device, b, depth), int_zeros(device, b, depth))
         if spec.metered:
             meter = Meter(float_zeros(device, b), float_zeros(device, b))
+        if spec.logprobs:
+            logprobs = float_zeros(device, columns, 2)
         return cls(
             prefill=PrefillInput.allocate(config, spec, b, dtype, device),
             uniforms=float_zeros(device, spec.block, b, spec.draws),
@@ -220,7 +225,7 @@ class DecodeState:
             bounds=no_bounds(b, spec, device),
             cursor=int_zeros(device, 1),
             count=int_zeros(device, b),
-            tokens=int_zeros(device, b * token_columns(config, spec.tree)),
+            tokens=int_zeros(device, columns),
             root=int_zeros(device, b),
             kv_cache=KVCache.allocate(*sizes, dtype, device, by_head),
             moves=moves,
@@ -231,6 +236,7 @@ class DecodeState:
             relaxed=int_zeros(device, b),
             spoiled=int_zeros(device, b),
             meter=meter,
+            logprobs=logprobs,
         )
 
     @property

@@ -68,7 +68,12 @@ class Prefill(nn.Module):
             if counter.dim() > 1:
                 none = none[:, None].expand(-1, counter.shape[1])
             counter.index_copy_(0, slot, none)
-        state.tokens.index_copy_(0, self.first[entry.slot].long(), root)
+        first = self.first[entry.slot].long()
+        state.tokens.index_copy_(0, first, root)
+        if state.logprobs is not None:
+            drawn, before = root[:, None], hidden[: len(slot), -1:]  # [A, 1], [A, 1, F]
+            found = self.sampler.logprobs(gather(probs, 1, drawn), before, drawn, entry)
+            state.logprobs.index_copy_(0, first, found[:, 0])
         state.root.index_copy_(0, slot, root)
         return state.known.copy_(state.count + 1)
 
@@ -95,6 +100,8 @@ class Accepted:
     relaxed: Tensor  # [B, D] bool, which drafts of its path passed only thanks to relaxation
     spent: Tensor | None = None  # [B, D] float32, see `Verdict`
     tokens: Tensor | None = None  # [B, C + W] drawn on a fixed schedule, from `probs`
+    # [B, V] float32, the target's at `node`, before any refusal; None where `probs` has those of all nodes
+    fresh: Tensor | None = None
 
 
 class Step(nn.Module):
@@ -216,7 +223,7 @@ class Step(nn.Module):
         inside = rows_at(drafts.tables.child, verdict.node)[:, :1] > 0  # [B, 1]
         probs = torch.where(inside, verdict.residual, fresh)
         bonus = self.sampler.token(probs, fresh, uniform[:, -1], state)
-        return Accepted(p, verdict.node, bonus, verdict.relaxed, verdict.spent)
+        return Accepted(p, verdict.node, bonus, verdict.relaxed, verdict.spent, fresh=fresh)
 
     def commit(
         self, hidden: Tensor, drafts: Drafts, accepted: Accepted, state: DecodeState
@@ -230,6 +237,9 @@ class Step(nn.Module):
                 accepted.spent, gather(drafts.tables.depth, 1, accepted.node[:, None]), state
             )
         path, news, added, before = self.keep(drafts, accepted, state)
+        if state.logprobs is not None:
+            probs = self.drawn_probs(drafts, accepted, path, news)
+            self.note_logprobs(probs, gather_rows(hidden[: len(path)], path), news, before, state)
         if self.drafting is not None:
             root, probs = drafts.tokens[:, 0], accepted.probs
             committed = Committed(hidden, path, news, added, before, root, probs, drafts.uniform)
@@ -271,6 +281,28 @@ class Step(nn.Module):
         self.end(accepted, count, state)
         # A finished image adds nothing; one pair keeps its catch-up within its own row.
         return path, news, (count - before).clamp(min=1), before
+
+    def drawn_probs(self, drafts: Drafts, accepted: Accepted, path: Tensor, news: Tensor) -> Tensor:
+        """The target's probabilities of the tokens behind the nodes of a path, all [B, D + 1].
+
+        A lossless method draws by no other: the bonus token too, of what refused drafts left and those together.
+        """
+        p, node = accepted.probs, accepted.node
+        fresh = self.judged.at(p, node) if accepted.fresh is None else accepted.fresh
+        row = gather(drafts.tables.row, 1, path)  # where a node has children
+        drafted = gather(p.flatten(1), 1, row * p.shape[-1] + news)
+        taken = gather(drafts.tables.depth, 1, node[:, None])  # [B, 1]
+        order = self.positions.arange[: self.depth + 1]
+        return torch.where(order < taken, drafted, gather(fresh, 1, news))
+
+    def note_logprobs(
+        self, probs: Tensor, hidden: Tensor, tokens: Tensor, before: Tensor, state: DecodeState
+    ) -> None:
+        """Keep those of the n tokens [B, n] after t, `before` [B]; for the others see `Sampler.logprobs`."""
+        assert state.logprobs is not None
+        found = self.sampler.logprobs(probs, hidden, tokens, state)
+        index = (self.first + before + 1)[:, None] + self.positions.arange[: tokens.shape[1]]
+        state.logprobs.index_copy_(0, index.flatten().long(), found.flatten(0, 1))
 
     def note_spoiled(self, accepted: Accepted, state: DecodeState) -> None:
         bad = accepted.probs[..., 0].isnan().any(1)  # [B], as a softmax of one NaN is all NaN
@@ -358,6 +390,9 @@ class ScheduledStep(Step):
         index = (self.first + state.count + 1)[:, None] + self.positions.arange[: self.final]
         news = accepted.tokens[:, : self.final]
         state.tokens.index_copy_(0, index.flatten().long(), news.flatten())
+        if state.logprobs is not None:  # of a schedule of one token a step
+            probs, before = gather(accepted.probs[:, 0], 1, news), hidden[: len(news), :1]
+            self.note_logprobs(probs, before, news, state.count, state)
         count = (state.count + self.final).clamp(max=self.tokens - 1)
         self.drafting.keep_drawn(accepted.tokens, accepted.probs, state)
         self.tally_final(accepted.spent, state)

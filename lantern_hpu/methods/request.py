@@ -24,9 +24,10 @@ def in_turn(
     negative: str | None = None,
     size: tuple[int, int] | None = None,
     sources: tuple[SourcePicture, ...] = (),
+    logprobs: bool = False,
 ) -> list[Request]:
     """Request i has the next prompt, around and around, and seed `seed` + i."""
-    shared = (sampling, relaxation, negative, size, sources)
+    shared = (sampling, relaxation, negative, size, sources, logprobs)
     return [Request(prompts[i % len(prompts)], seed + i, *shared) for i in index]
 
 

@@ -189,6 +189,16 @@ class GenerationResult:
         return np.array([one.record.token_ids for one in self.drawn], np.int64)
 
     @property
+    def logprobs(self) -> NDArray[np.float32] | None:
+        """[images, N] of the tokens as they were drawn, see `ImageRecord`; None where they were not asked for."""
+        return stacked([record.logprobs for record in self.records])
+
+    @property
+    def model_logprobs(self) -> NDArray[np.float32] | None:
+        """[images, N] of the tokens by the model alone, the same."""
+        return stacked([record.model_logprobs for record in self.records])
+
+    @property
     def settings(self) -> list[dict[str, Any]]:
         """Sampling and relaxation of each image."""
         return [one.record.settings for one in self.drawn]
@@ -269,6 +279,12 @@ def grid(
                 text = whole.rstrip() + "..."
             draw.text((left, top + height + 1), text, fill="black")
     return sheet
+
+
+def stacked(rows: Sequence[NDArray[np.float32] | None]) -> NDArray[np.float32] | None:
+    """[n, N] of n rows; None where there is none, or one is missing."""
+    there = [row for row in rows if row is not None]
+    return np.stack(there) if there and len(there) == len(rows) else None
 
 
 def tokens_per_step(records: Sequence[ImageRecord]) -> float:

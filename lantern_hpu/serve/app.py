@@ -179,6 +179,7 @@ class ImageRequestHandler:
             url=keep_file(self.request, picture, self.call.output[0]) if kept else None,
             seed=done.drawn.record.seed,
             metrics=self.metrics(done),
+            **done.drawn.record.listed_logprobs(),
         )
 
     async def stream(self) -> AsyncIterator[str]:
@@ -216,6 +217,7 @@ class ImageRequestHandler:
         kind = "image_edit" if self.call.requests[0].sources else "image_generation"
         common["type"] = f"{kind}.{'completed' if isinstance(event, Done) else 'partial_image'}"
         if isinstance(event, Done):
+            common |= event.drawn.record.listed_logprobs()
             metrics = self.metrics(event)
             return protocol.CompletedImage(**common, **self.used(), metrics=metrics)
         rate = round((event.tokens - 1) / max(event.steps, 1), 4)

@@ -21,7 +21,7 @@ from PIL import Image
 
 from lantern_hpu.core import Request, Sampling
 from lantern_hpu.decode.engine import Engine
-from lantern_hpu.decode.spec import Spec
+from lantern_hpu.decode.spec import Spec, why_no_logprobs
 from lantern_hpu.errors import Arg, CaptureError, DeviceError, OptionError, shell, words
 from lantern_hpu.files import amount
 from lantern_hpu.methods.relaxation import PRESETS, Relaxation
@@ -117,6 +117,8 @@ def serve_method(
     allowed = [filters[name] for name in options.allow if name in filters]
     requests = [Request("any", 0, each, setting.relaxation) for each in (usual, *allowed)]
     requests += [Request("any", 0, usual, rules[name]) for name in options.allow if name in rules]
+    if "logprobs" in options.allow and not why_no_logprobs(setting.tree, setting.relaxation):
+        requests.append(replace(requests[0], logprobs=True))
     specs = [
         pipeline.spec([replace(r, size=size) for r in requests], setting.tree, options.slots)
         for size in options.sizes or (None,)

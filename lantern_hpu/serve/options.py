@@ -15,7 +15,7 @@ from lantern_hpu.methods.setting import AUTO, Setting
 from lantern_hpu.models.files.names import PartOverrides
 
 # Each makes the step's graph larger, and so is asked for
-FILTERS = ("greedy", "top_k", "top_p", *PRESETS)
+FILTERS = ("greedy", "top_k", "top_p", "logprobs", *PRESETS)
 # Served by default: the fastest here, a lossless method that needs no drafter, and the plain one
 DEFAULT = (AUTO, "scd", "ar")
 PREFIX = r"(/[\w.~-]+)*"  # a path in front of the server's own

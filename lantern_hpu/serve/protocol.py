@@ -321,7 +321,18 @@ class ImageMetrics(BaseModel):
     speculative_decoding: SpeculativeDecoding | None = Field(description="null without drafts")
 
 
-class ImageData(BaseModel):
+class Logprobs(BaseModel):
+    """Of an image's tokens in raster order; null unless asked for."""
+
+    logprobs: list[float] | None = Field(
+        None, description="in the distribution that each was drawn from"
+    )
+    model_logprobs: list[float] | None = Field(
+        None, description="by the model alone: temperature 1, no guidance, no filter"
+    )
+
+
+class ImageData(Logprobs):
     b64_json: str | None = Field(description="a PNG has the metadata to draw it again")
     url: str | None = Field(description="where the same file is for an hour")
     revised_prompt: None = None
@@ -387,7 +398,7 @@ class PartialImage(ImagePayload):
     metrics: PartialMetrics
 
 
-class CompletedImage(ImagePayload, Settings):
+class CompletedImage(ImagePayload, Settings, Logprobs):
     """The last event of a stream."""
 
     type: Literal["image_generation.completed", "image_edit.completed"]
@@ -513,7 +524,8 @@ def read_call(
         if negative and not menu.takes_negative:
             raise no_negative(menu.name)
         negative = negative if menu.takes_negative else None
-        settings = sampling, setting.relaxation, negative, asked_size, sources
+        logprobs = image.get("logprobs", False)
+        settings = sampling, setting.relaxation, negative, asked_size, sources, logprobs
         requests = in_turn([asked.prompt], range(images), seed, *settings)
         need = menu.spec_of(requests[0], setting.tree)
         check_graph(need, served, given)
@@ -613,6 +625,7 @@ def check_graph(need: Spec, served: ServedMethod, given: Mapping[str, Any]) -> N
         "annealed": ("method", f"no omega: {method} is served without weights of depth", ""),
         "ranks": ("method", f"ranks up to {has.ranks}; more", "gsd"),
         "blended": ("method", "tv of 0; more", "tv"),
+        "logprobs": ("logprobs", "false; true", "logprobs"),
         "residual": ("method", f"residual={has.residual}", ""),
         "together": ("method", f"verify={'block' if has.together else 'token'} with {method}", ""),
     }[lacking]
