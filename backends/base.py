@@ -310,6 +310,12 @@ class DevicePlan:
         name, dtype = self.backend.name, dtype_name(self.dtype)
         return f"{name} keeps no {form} matrices: it draws with the same numbers in {dtype}"
 
+    def refill(self, module: nn.Module, fresh: nn.Module) -> None:
+        """Give a module that was laid out the numbers of one that is plain, in place, where recordings read them."""
+        for name, parameter in module.named_parameters():
+            if parameter.numel():  # else they are in a layout's own form
+                parameter.copy_(fresh.get_parameter(name))
+
     def tuner(self) -> StepTuner:
         """What runs the steps of a new engine."""
         return StepTuner()

@@ -6,7 +6,7 @@ import platform
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
+from torch import Tensor
 
 from lantern_hpu.backends import DeviceOptions, DraftingDefaults
 from lantern_hpu.backends.base import DevicePlan, dtype_name, own_defaults
@@ -33,6 +34,7 @@ from lantern_hpu.methods.setting import (
     resolve,
 )
 from lantern_hpu.models.config import TransformerConfig
+from lantern_hpu.models.files.load import target_of
 from lantern_hpu.models.files.names import PartOverrides
 from lantern_hpu.models.model import ImageModel
 from lantern_hpu.models.pictures import DiffusionPixels
@@ -43,11 +45,8 @@ from lantern_hpu.results.images import Drawn, GenerationResult
 from lantern_hpu.tree import Tree
 
 
-class ImageGenerator:
-    """A model on a device. Everything that generates goes through it: calls, commands, servers, benchmarks.
-
-    Engines are built when first needed and the last ones kept, so that only the first run of a kind warms up.
-    """
+class LoadedModel:
+    """A model on a device, with the engines that draw with it."""
 
     def __init__(
         self,
@@ -81,6 +80,57 @@ class ImageGenerator:
     def close(self) -> None:
         """Give the device's memory back."""
         self.engines.close()
+
+    def check_idle(self, what: str) -> None:
+        """Raise an OptionError while a run draws, which says `what` cannot be done."""
+        if any(engine.pins for engine in self.engines.engines.values()):
+            why = "a run that has not ended draws with it"
+            raise OptionError(what, why, "end that run first, or another from_pretrained")
+
+    def check_reloadable(self) -> None:
+        """Raise an OptionError while a run draws, or where the model's files are no longer its weights."""
+        self.check_idle("the model cannot be loaded again")
+        if self.model.updated:
+            what = "the model's files cannot stand for it"
+            why = "update_weights gave it other weights than they have"
+            raise OptionError(what, why, "another from_pretrained, then update_weights")
+
+    @own_defaults()
+    def update_weights(self, state_dict: Mapping[str, Tensor]) -> None:
+        """Draw with other weights of the target from now on, as a trainer has them after a step.
+
+        They are copied in place, so that recordings stay; matrices in 8 bits and the processor's own form are made
+        again. The drafter stays as it is: what is drawn is exact with any. See docs/recipes.md.
+
+        Args:
+            state_dict: all parameters of the target, by the names and shapes of
+                `from_pretrained(..., layout="plain").components["target"].state_dict()`, on any device, of any floating
+                number format.
+
+        Raises:
+            WeightsError: names are missing or unknown, or shapes differ: nothing was changed.
+            OptionError: a run that has not ended draws with the model.
+        """
+        with self.lock, self.backend.errors():
+            self.check_idle("the weights cannot be updated")
+            fresh, digest = target_of(self.model, state_dict)
+            if self.model.quantize is not None:
+                self.fit.keep_quantized([fresh], self.model.quantize)
+            self.backend.transfers.flush()
+            with torch.no_grad():
+                self.fit.refill(self.model.target, fresh)
+            self.backend.synchronize()
+            self.model.note_update(digest)
+            for engine in [*self.engines.engines.values()]:
+                if engine.spec.ranks:  # which keeps a copy of the embedding
+                    self.engines.discard(engine)
+
+
+class ImageGenerator(LoadedModel):
+    """What draws with a model. Everything that generates goes through it: calls, commands, servers, benchmarks.
+
+    Engines are built when first needed and the last ones kept, so that only the first run of a kind warms up.
+    """
 
     def resolve(self, setting: Setting | str, size: int = 1) -> Resolved:
         """What a setting draws with, for `size` images decoded together; see `methods.setting.resolve`.

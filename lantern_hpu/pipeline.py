@@ -175,6 +175,7 @@ class LanternPipeline(ImageGenerator):
         Raises:
             LanternError: the folder exists or cannot be written.
         """
+        self.check_reloadable()
         write_folder(self.model.source, Path(folder), dtype_name(dtype), self.given)
 
     @nearest_keyword
@@ -212,10 +213,7 @@ class LanternPipeline(ImageGenerator):
         """Load the model again with other options or parts; it stays as it is if that fails."""
         pictures = self.model.vq is not None or self.diffusion is not None
         with self.lock:
-            if any(engine.pins for engine in self.engines.engines.values()):
-                why = "a run that has not ended draws with it"
-                hint = "end that run first, or another from_pretrained"
-                raise OptionError("the model cannot be loaded again", why, hint)
+            self.check_reloadable()
             other = type(self).load(self.model.source, options, given, pictures)
             self.close()
             self.hold(other.model, other.fit, other.options, other.given)
@@ -262,8 +260,7 @@ class LanternPipeline(ImageGenerator):
             temperature: 0 (greedy), or 0.01 to 10. top_k: sample from so many of the most probable tokens; 0 is off.
             top_p: sample from the most probable tokens of this probability, 1e-06 to 1 (off).
             batch_size: images decoded together, at most 8 if not set; it does not change the images.
-            logprobs: keep the log-probabilities of the tokens, in `result.logprobs` and `result.model_logprobs`, for
-                lossless methods; the images are the same.
+            logprobs: of lossless methods: keep the tokens' in `result.logprobs` and `result.model_logprobs`.
             image: a picture to draw from, of PIL or the path of one, for models that read some; a list is several
                 sources of one image, and a list of lists has those of each prompt.
             generator: its initial seed in place of `seed`; of a list, one for each image.
@@ -297,11 +294,10 @@ class LanternPipeline(ImageGenerator):
         sources = sources_of(image, len(prompts))
         check_sources(self.model.config, self.model.name, len(sources[0]))
         seeds = iter(seeds_of(asked.get("seed"), generator, count))
-        settings = sampling, setting.relaxation
         requests = [
-            Request(text, next(seeds), *settings, negative, own, pictures, logprobs)
-            for text, negative, pictures in zip(prompts, negatives, sources, strict=True)
-            for own in [size or self.model.size_of_sources(pictures)]
+            Request(text, next(seeds), sampling, setting.relaxation, other, own, source, logprobs)
+            for text, other, source in zip(prompts, negatives, sources, strict=True)
+            for own in [size or self.model.size_of_sources(source)]
             for _ in range(each)
         ]
         for text, note in self.notes(requests):

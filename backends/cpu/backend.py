@@ -201,6 +201,11 @@ class CPUPlan(DevicePlan):
         halved = native.pack_model(modules) == native.FLOAT16
         return replace(self, layout="native", keys_by_head=True, halved=halved)
 
+    def refill(self, module: nn.Module, fresh: nn.Module) -> None:
+        super().refill(module, fresh)
+        if self.layout == "native":
+            native.repack(module, fresh)
+
     def tuner(self) -> StepTuner:
         faster = 1.0 if self.layout == "native" else OTHER_BITS_GAIN
         return StepTuner() if self.threads else ThreadTuner(self.note_threads, faster=faster)

@@ -23,6 +23,7 @@ from lantern_hpu.errors import Arg, OptionError, OutputError, WeightsError, word
 from lantern_hpu.files import check_regular, own_cache, write_file
 from lantern_hpu.models.config import ModelConfig, TransformerConfig, VisionConfig, VQConfig
 from lantern_hpu.models.files.checkpoint import shapes_only
+from lantern_hpu.models.files.names import TARGET
 from lantern_hpu.models.pictures import VisionTower
 from lantern_hpu.models.text.frames import check_sources
 from lantern_hpu.models.text.prefix import Conditioner, condition_modules
@@ -188,7 +189,14 @@ class ImageModel:
     pixels_by: Path | None = None  # a pipeline of diffusers that makes pictures of its codes
     quantize: str | None = None  # the smaller format of the matrices of target and drafter
     notes: list[str] = field(default_factory=list)  # what a user should know of its parts
+    updated: bool = False  # whether the target has other weights than the files
     _near: dict[int, Tensor] = field(default_factory=dict, repr=False)  # by number of neighbours
+
+    def note_update(self, digest: str) -> None:
+        """Its target has other weights now; their digest is of a few numbers, which may be as they were."""
+        both = f"{self.files[TARGET]} {digest}"
+        self.files[TARGET] = hashlib.sha256(both.encode()).hexdigest()
+        self.updated = True
 
     def size_of_sources(self, sources: Sequence[SourcePicture]) -> tuple[int, int] | None:
         """Height and width of what is drawn where none are asked for: the first source's, as the model has sizes."""

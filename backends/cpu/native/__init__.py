@@ -193,20 +193,25 @@ class NativeLinear(nn.Module):
 
     def __init__(self, layer: Linear, weight_format: int, gated: bool = False) -> None:
         super().__init__()
+        self.out_features, self.in_features = layer.weight.shape
+        self.gated = gated
+        self.pack(layer, weight_format)
+        MODULES[id(self)] = self
+
+    def pack(self, layer: Linear, weight_format: int) -> None:
+        """Take the numbers of a layer of its sizes."""
         self.format = weight_format
         weight = layer.weight.detach().to(STORED[weight_format]).contiguous()
-        self.out_features, self.in_features = weight.shape
         sizes = self.in_features, self.out_features
         size = call("lantern_packed_bytes", weight_format, *sizes)
         self.register_buffer("packed", torch.empty(size, dtype=torch.uint8), persistent=False)
         packed = self.packed.data_ptr()
         scale = pointer(getattr(layer, "scale", None))
-        call("lantern_pack", weight_format, weight.data_ptr(), scale, *sizes, gated, packed)
+        call("lantern_pack", weight_format, weight.data_ptr(), scale, *sizes, self.gated, packed)
         width = (0, -self.out_features % LANES)  # that whole vectors can be read
         bias = None if layer.bias is None else F.pad(layer.bias.detach().float(), width)
         self.register_buffer("bias", bias, persistent=False)
         self.matrix = CMatrix(packed, pointer(bias), *sizes)
-        MODULES[id(self)] = self
 
     def multiply(self, x: Tensor) -> Tensor:
         x = x.contiguous()
@@ -243,24 +248,28 @@ class NativeDecoder(nn.Module):
     def __init__(self, blocks: Sequence[Any], norm: Any | None, emptied: bool = False) -> None:
         super().__init__()
         self.emptied = emptied
+        self.pack(blocks, norm)
+        MODULES[id(self)] = self
+
+    def pack(self, blocks: Sequence[Any], norm: Any | None) -> None:
+        """Take the numbers of blocks of its sizes, and of the norm behind them."""
         linears = [part for block in blocks for part in linears_of(block)]
         self.format = format_of(linears, dtype_of(blocks[0]))
         self.parts = nn.ModuleList()
         self.norms: list[Tensor] = []  # what `layers` points to
-        self.layers = (CLayer * len(blocks))(*map(self.pack, blocks))
+        self.layers = (CLayer * len(blocks))(*map(self.pack_block, blocks))
         attention, down = blocks[0].attention, blocks[0].ffn.down
         sizes = {x: getattr(attention, x) for x in ("heads", "kv", "head_dim", "interleaved")}
         sizes |= {"dim": down.out_features, "ffn": down.in_features, "eps": blocks[0].eps}
         final_norm = None if norm is None else self.keep(norm.weight)
         layers = {"layer_count": len(blocks), "layers": addressof(self.layers)}
         self.model = {"format": self.format, **sizes, **layers, "final_norm": final_norm}
-        MODULES[id(self)] = self
 
     def keep(self, weight: Tensor) -> int:
         self.norms.append(weight.detach().float().contiguous())
         return self.norms[-1].data_ptr()
 
-    def pack(self, block: Any) -> Any:
+    def pack_block(self, block: Any) -> Any:
         layer = CLayer()
         for path, weight in block.named_parameters():
             *_, name, kind = path.split(".")
@@ -370,6 +379,16 @@ def pack_model(modules: Sequence[nn.Module]) -> int:
                     form = format_of([child], dtype_of(module))
                     setattr(parent, name, NativeLinear(child, form))
     return formats[0] if formats else FLOAT32
+
+
+def repack(module: Any, fresh: Any) -> None:
+    """Give a packed target the numbers of another one, which is plain; the format may be another one then."""
+    heads = [item for item in module.named_modules() if isinstance(item[1], NativeLinear)]
+    for name, own in heads:
+        if not name.startswith("decoder."):
+            layer = fresh.get_submodule(name)
+            own.pack(layer, format_of([layer], dtype_of(fresh)))
+    module.decoder.pack(blocks_of(fresh), fresh.norm)
 
 
 def blocks_of(module: nn.Module) -> list[Any]:

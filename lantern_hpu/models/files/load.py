@@ -16,7 +16,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from glob import escape
@@ -37,6 +37,7 @@ from lantern_hpu.models.families import family_of
 from lantern_hpu.models.families.base import Files
 from lantern_hpu.models.families.eagle import OpenedDrafter, open_drafter
 from lantern_hpu.models.files.checkpoint import (
+    Checkpoint,
     Source,
     Stored,
     Weights,
@@ -382,6 +383,24 @@ def text_encoder(config: ConditionConfig, prefix: int, placement: Placement) -> 
         why = f"its features are {text.width} wide, the target reads {config.dim}"
         raise WeightsError(f"the text encoder {text.folder} is for another target", why)
     return text
+
+
+@torch.no_grad()
+def target_of(model: ImageModel, weights: Mapping[str, Tensor]) -> tuple[Target, str]:
+    """A plain target of a model's sizes and number formats with other weights, and their digest.
+
+    Raises:
+        WeightsError: names are missing or unknown, or shapes differ.
+    """
+    if others := [name for name, value in weights.items() if not isinstance(value, Tensor)]:
+        raise WeightsError("state_dict does not fit", f"{some_names(others)} are no tensors")
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    with shapes_only():
+        target = Target(model.config.target)
+    if model.quantize is not None:
+        replace_layers(target, nn.Linear, quantized_layer)
+    stored = Stored(Checkpoint(Path("state_dict"), shapes, weights.__getitem__))
+    return target, stored.fill(target, model.target.dtype, None)
 
 
 # ----------------------------------------------------------------------------------------- writing
