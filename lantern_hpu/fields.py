@@ -213,6 +213,7 @@ _PARAMS = [
         "logprobs",
         bool,
         "keep the log-probability of each token, of lossless methods",
+        False,
         group="where it goes",
     ),
     Param(

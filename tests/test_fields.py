@@ -48,6 +48,7 @@ BAD: list[tuple[str, Any]] = [
     ("top_p", 0.0),
     ("top_p", 1.5),
     ("batch_size", 0),
+    ("logprobs", "yes"),
 ]
 ROOT = Path(__file__).parent.parent
 PARTS = ("lantern_hpu", "backends", "graphs", "gaudi_emulator", "lantern_lab")
@@ -67,6 +68,8 @@ def test_a_command_refuses_in_its_options(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    if name in generate.KEYS:
+        pytest.skip("a key of --config, read as the words of a file are")
     given = {"model": model, "prompt": "cat", "output": tmp_path / "x.png", name: value}
     line = [text for key, one in given.items() for text in (as_option(Arg(key)), str(one))]
     assert generate.main(line) == 2
@@ -209,7 +212,8 @@ def test_every_surface_has_every_argument() -> None:
         assert signature[python].default == param.default
         assert re.search(rf"\b{python}[,:] ", about)
         assert not http or http in ImagesRequest.model_fields
-        assert f"`{param.option}`" in page and f"`{python}`" in page
+        shown = param.name if param.name in generate.KEYS else param.option
+        assert f"`{shown}`" in page and f"`{python}`" in page
     assert {part.name for part in fields(Sampling)} <= set(IMAGE_PARAMS)
 
 

@@ -771,7 +771,7 @@ def test_commit_leaves_the_state_that_the_plain_one_leaves(
         swapped = with_kernels(target, replace(PLAIN, commit=commit))
         if not healthy:
             swapped.head.weight.fill_(torch.nan)
-        engine = make_engine((swapped, drafter), spec_for(tree, requests), "eager")
+        engine = make_engine((swapped, drafter), spec_for(tree, requests, logprobs=True))
         advance(engine, requests, 17)
         states.append(engine.state)
     wanted = states[1].tensors()
@@ -796,12 +796,13 @@ def test_step_with_kernels_draws_what_the_plain_step_draws(device: str) -> None:
     slow = {name: getattr(PLAIN, name) for name in ("rms_norm", "rotate", "rotate_into")}
     swapped, drawn = with_kernels(target, replace(kernels(), **slow)), []
     for models in ((swapped, drafter), (target, drafter)):
-        plan = spec_for(SMALL_TREE, requests)
+        plan = spec_for(SMALL_TREE, requests, logprobs=True)
         engine = make_engine(models, plan, "strict")
         advance(engine, requests, 2)
         drawn.append(engine.state)
     for name in ("tokens", "count", "accepted", "relaxed"):
         assert torch.equal(getattr(drawn[0], name), getattr(drawn[1], name))
+    torch.testing.assert_close(drawn[0].logprobs, drawn[1].logprobs, rtol=0, atol=1e-5)
     assert bool((drawn[0].count > 2).any())  # some drafts were accepted
 
 

@@ -947,6 +947,32 @@ def test_relaxations_that_were_allowed_are_drawn_and_bound_what_tokens_cost(
         DecodeThread(pipeline, ServeOptions(str(model), methods=("eagle2", "ar"), allow=("gsd",)))
 
 
+def test_log_probabilities_that_were_allowed_are_in_each_image(
+    model: Path, pipeline: LanternPipeline, server: Running
+) -> None:
+    options = ServeOptions(
+        str(model), methods=("scd", "lantern++"), slots=2, allow=("logprobs", "tv")
+    )
+    with served(options) as allowing:
+        images = allowing.post(prompt="cat", seed=3, n=2, logprobs=True).json()["data"]
+        for number, image in enumerate(images):
+            (record,) = pipeline("cat", seed=3 + number, method="scd", logprobs=True).records
+            assert image["logprobs"] == record.listed_logprobs()["logprobs"]
+            assert image["model_logprobs"] == record.listed_logprobs()["model_logprobs"]
+        asked = {"prompt": "cat", "seed": 3, "logprobs": True, "stream": True}
+        with httpx.stream("POST", allowing.url + PATH, json=asked, timeout=60) as answer:
+            (event,) = [json.loads(x[5:]) for x in answer.iter_lines() if x.startswith("data")]
+        assert event["logprobs"] == images[0]["logprobs"]
+        assert allowing.post(prompt="cat").json()["data"][0]["logprobs"] is None
+        for method in ("lantern++", "scd:tv=0.1"):
+            error = allowing.post(prompt="cat", logprobs=True, method=method).json()["error"]
+            assert (
+                error["param"] == "logprobs" and "no distribution that is known" in error["message"]
+            )
+    error = server.post(prompt="cat", logprobs=True, method="ar").json()["error"]
+    assert error["param"] == "logprobs" and "--allow logprobs" in error["message"]
+
+
 # Those who leave, and those who wait too long
 
 

@@ -195,7 +195,8 @@ class ImageModel:
     def note_update(self, digest: str) -> None:
         """Its target has other weights now; their digest is of a few numbers, which may be as they were."""
         both = f"{self.files[TARGET]} {digest}"
-        self.files[TARGET] = hashlib.sha256(both.encode()).hexdigest()
+        digest = hashlib.sha256(both.encode()).hexdigest()
+        self.files = self.files | {TARGET: digest}  # results that are there keep the former ones
         self.updated = True
 
     def size_of_sources(self, sources: Sequence[SourcePicture]) -> tuple[int, int] | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from lantern_hpu.commands.generate import KEYS
 from lantern_hpu.errors import as_option
 from lantern_hpu.fields import IMAGE_PARAMS
 from lantern_hpu.models.files.names import PartOverrides
@@ -58,11 +59,13 @@ def commands() -> Iterator[str]:
 def image_parameters() -> Iterator[str]:
     """What may be asked of an image, and what it is called on each surface."""
     yield "# Parameters of an image\n"
-    yield "The same on the command line, in Python and over HTTP, from one table: `lantern_hpu/fields.py`.\n"
+    yield "The same on the command line, in Python and over HTTP, from one table: `lantern_hpu/fields.py`."
+    yield "What has no dashes is a key of `--config`.\n"
     rows = []
     for param in IMAGE_PARAMS.values():
         field = f"`{name}`" if (name := param.name_for("http")) else ""
-        rows.append((f"`{param.option}`", f"`{param.name_for('python')}`", field, param.about))
+        option = param.name if param.name in KEYS else param.option
+        rows.append((f"`{option}`", f"`{param.name_for('python')}`", field, param.about))
     yield table(("`generate`", "Python", "HTTP", "meaning"), rows)
 
 
