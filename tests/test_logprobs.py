@@ -81,7 +81,7 @@ def of_one_pass(model: ImageModel, record: ImageRecord) -> tuple[Tensor, Tensor]
     if grammar is not None:
         logits = grammar(logits, torch.arange(config.tokens).expand(len(tokens), -1))
     params = sampling_params([sampling], config.vocab_size)
-    filters = sampling.top_k, sampling.top_p < 1, config.top_p_first
+    filters = min(sampling.top_k, config.vocab_size), sampling.top_p < 1, config.top_p_first
     drawn = to_probs(apply_guidance(logits, params, guided), params, *filters)[0].log()
     drawn, own = (table.gather(1, tokens[0, :, None])[:, 0] for table in (drawn, own))
     return torch.zeros_like(own) if sampling.greedy else drawn, own
