@@ -100,7 +100,7 @@ class LoadedModel:
         """Draw with other weights of the target from now on, as a trainer has them after a step.
 
         They are copied in place, so that recordings stay; matrices in 8 bits and the processor's own form are made
-        again. The drafter stays as it is: what is drawn is exact with any. See docs/recipes.md.
+        again. The drafter stays as it is: what is drawn is exact with any (docs/guides/reinforcement-learning.md).
 
         Args:
             state_dict: all parameters of the target, by the names and shapes of
