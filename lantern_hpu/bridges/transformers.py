@@ -287,6 +287,9 @@ def glm_prompts(
         target = samples[0][-1]
         own = [[tuple(grid) for grid in sample[:-1]] for sample in samples]
         places = torch.tensor([[1, *grid] for part in own for grid in part], device=ids.device)
+        if features is not None and copies > 1:
+            why = "transformers loses what it made of the pictures"
+            raise not_honoured("num_return_sequences", why, "the same prompt several times")
         if features is None:
             features = model.get_image_features(pixels[::copies], places)
         parts = features.pooler_output  # [h w, C] each, or [C, h, w] in later releases
@@ -444,7 +447,7 @@ def generate_janus(
             pipeline, rows, replace(sampling, cfg_scale=scale), None, *how
         )
         check_constraints(values, input_ids[0], drawn[0], set(range(pipeline.model.codes)), 1)
-    return answer(config, input_ids[:, :0], drawn, logprobs)
+    return answer(config, input_ids.new_empty(len(drawn), 0), drawn, logprobs)
 
 
 def from_hub(model: Any, **arguments: Any) -> Any:
