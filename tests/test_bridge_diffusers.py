@@ -106,9 +106,10 @@ def test_edits_with_two_pictures_are_those_of_diffusers(
     folder: Path, way: Callable[..., Any]
 ) -> None:
     want = edited_by_their_own_parts(folder)
-    pipe = way(folder, greedy=True)
+    pipe = way(folder, greedy=True, logprobs=True)
     assert pictures(pipe, image=sources()) == want
     assert pipe.lantern_report["tokens"] == 6
+    assert pipe.lantern_report["logprobs"].shape == (1, 6)
     assert pictures(pipe, image=sources()[:1]) != want
 
 

@@ -151,6 +151,23 @@ def test_sampled_tokens_are_distributed_as_transformers_draws_them(public: Path)
     assert p_value(probs, drawn[0].flatten()) > 1e-3
 
 
+@torch.no_grad()
+def test_log_probabilities_are_those_of_the_distribution(public: Path) -> None:
+    """After guidance, temperature and filters, by transformers' own pass over what was drawn."""
+    model, call = janus(public)
+    call = {name: tensor[1:, :] for name, tensor in call.items()}
+    how = {"do_sample": True, "temperature": 2.0, "top_k": 40, "top_p": 0.95, "guidance_scale": 1.5}
+    output = ours(
+        model, call, **how, generation_mode="image", logprobs=True, return_dict_in_generate=True
+    )
+    stack = published.their_janus(public / published.HUB_JANUS)
+    image = (output.sequences[0] + stack.codes.start).tolist()
+    logits = published.guided_rows(stack.run, stack.head, stack.rows(PROMPTS[1]), image, 1.5)
+    probs = reference_order(logits[:, stack.codes], Sampling(1.5, 2.0, 40, 0.95))
+    want = probs.gather(1, output.sequences[0][:, None])[:, 0].log()
+    torch.testing.assert_close(output.logprobs[0], want, atol=1e-4, rtol=0)
+
+
 def test_the_folder_for_the_hub_draws_the_same(
     public: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -39,6 +39,7 @@ def accelerate(
     folder: str | None = None,
     sampling: str = "file",
     batch_size: int | None = None,
+    logprobs: bool = False,
 ) -> Any:
     """Draw the first stage of a `GlmImagePipeline` here from now on; its calls stay as they are.
 
@@ -51,6 +52,7 @@ def accelerate(
             weights are read once.
         sampling: "file", as generation_config.json says; or what "sglang" or "vllm-omni" draw with.
         batch_size: prompts decoded together.
+        logprobs: keep those of the first stage's tokens [B, N] in the report.
 
     Returns the pipeline.
 
@@ -74,6 +76,7 @@ def accelerate(
         raise OptionError("folder is missing" if encoder is None else "folder is given", why)
     report: dict[str, Any] = {}
     how: dict[str, Any] = {"method": method, "batch_size": batch_size, "report": report}
+    how["logprobs"] = logprobs
     if encoder is None:
         pipe.vision_language_encoder = FolderStage(pipe, str(folder), SAMPLINGS[sampling], how)
     else:

@@ -150,6 +150,7 @@ def draw_framed(
     negatives: Sequence[FramedPrompt | None] = (),
     model: Any = None,
     report: dict[str, Any] | None = None,
+    logprobs: bool = False,
 ) -> tuple[list[list[int]], Any]:
     """An image's tokens [N] of each prompt, as the model's authors number them, and their log-probabilities.
 
@@ -162,11 +163,11 @@ def draw_framed(
     drawn = torch.randint(1 << 53, (count,)).tolist() if generator is None else None
     each = zip(prompts, seeds_of(drawn, generator, count), negatives or [None] * count, strict=True)
     requests = [
-        Request(prompt, seed, sampling, setting.relaxation, negative, size)
+        Request(prompt, seed, sampling, setting.relaxation, negative, size, logprobs=logprobs)
         for prompt, seed, negative in each
     ]
     result = pipeline.draw(requests, setting, batch_size, decode=False)
-    logprobs = getattr(result, "logprobs", None)
+    kept = None if result.logprobs is None else torch.from_numpy(result.logprobs)  # [R, N]
     if report is not None:
         steps = sum(record.steps for record in result.records)
         tokens = result.tokens.size
@@ -178,11 +179,11 @@ def draw_framed(
             "tokens": tokens,
             "steps": steps,
             "tokens_per_step": round((tokens - count) / max(steps, 1), 4),
-            "logprobs": logprobs,
+            "logprobs": kept,
             **weight_bytes(pipeline, model),
         }
     condition: Any = pipeline.model.condition
-    return [condition.as_published(row.tolist()) for row in result.tokens], logprobs
+    return [condition.as_published(row.tolist()) for row in result.tokens], kept
 
 
 def weight_bytes(pipeline: LanternPipeline, model: Any) -> dict[str, int]:
@@ -326,6 +327,7 @@ def generate(
     generator: Any = None,
     image_sizes: Any = None,
     report: dict[str, Any] | None = None,
+    logprobs: bool = False,
     **model_kwargs: Any,
 ) -> Any:
     """Draw an image of each prompt: transformers calls this where `custom_generate` is it.
@@ -333,6 +335,7 @@ def generate(
     Args:
         input_ids: [R, P], padded on the left. method: as of `LanternPipeline`. batch_size: rows decoded together.
         generator: see `draw_framed`. image_sizes: see `emu3_size`. report: is filled with what the run took.
+        logprobs: of the image's tokens [R, N], in the output of `return_dict_in_generate` and in the report.
 
     Returns [R, P + N and what ends an image], or an output of transformers with it as `sequences`.
 
@@ -373,13 +376,13 @@ def generate(
         if context.get("input_ids") is not None:
             negatives = prompt_rows(context["input_ids"], context["attention_mask"])
             negatives = [row for row in negatives for _ in range(len(rows) // len(negatives))]
-        how = (method, batch_size, generator, negatives, model, report)
-        drawn, logprobs = draw_framed(pipeline, rows, sampling, size, *how)
+        how = (method, batch_size, generator, negatives, model, report, logprobs)
+        drawn, kept_logprobs = draw_framed(pipeline, rows, sampling, size, *how)
         condition: Any = pipeline.model.condition
         every = set(condition.as_published(range(codes)))
         check_constraints(values, input_ids[0], drawn[0], every, pipeline.model.sized(size).columns)
     new = [[*row, *ENDS.get(frame, (codes + 1,))] for row in drawn]
-    return answer(generation_config, input_ids, new, logprobs)
+    return answer(generation_config, input_ids, new, kept_logprobs)
 
 
 def answer(config: Any, prompts: Tensor, new: list[list[int]], logprobs: Any) -> Any:
@@ -411,6 +414,7 @@ def generate_janus(
     batch_size: int | None = None,
     generator: Any = None,
     report: dict[str, Any] | None = None,
+    logprobs: bool = False,
     **kwargs: Any,
 ) -> Any:
     """In place of `model.generate(**inputs, generation_mode="image")` of Janus: tokens [R, N], without the prompt.
@@ -442,12 +446,12 @@ def generate_janus(
     pad = config.pad_token_id
     negatives = [FramedPrompt([t if t in kept else pad for t in row.ids]) for row in rows]
     with pipeline_of(model, input_ids.device) as pipeline:
-        how = (method, batch_size, generator, negatives, model, report)
-        drawn, logprobs = draw_framed(
+        how = (method, batch_size, generator, negatives, model, report, logprobs)
+        drawn, kept_logprobs = draw_framed(
             pipeline, rows, replace(sampling, cfg_scale=scale), None, *how
         )
         check_constraints(values, input_ids[0], drawn[0], set(range(pipeline.model.codes)), 1)
-    return answer(config, input_ids.new_empty(len(drawn), 0), drawn, logprobs)
+    return answer(config, input_ids.new_empty(len(drawn), 0), drawn, kept_logprobs)
 
 
 def from_hub(model: Any, **arguments: Any) -> Any:
