@@ -283,9 +283,11 @@ def glm_prompts(
     counts = given.get("images_per_sample", torch.tensor([len(grids)]))
     samples = [part[:, 1:].tolist() for part in grids[::copies].split(counts[::copies].tolist())]
     features = (given.get("mm_encoder_outputs") or {}).get("image")
-    target = samples[0][0]
-    if features is not None or pixels is not None:
-        target = samples[0][-1]
+    edits = features is not None or pixels is not None
+    target = samples[0][-1 if edits else 0]
+    if any(sample[-1 if edits else 0] != target for sample in samples):
+        raise not_honoured("image_grid_thw", "images of one call have one size", "a call for each")
+    if edits:
         own = [[tuple(grid) for grid in sample[:-1]] for sample in samples]
         places = torch.tensor([[1, *grid] for part in own for grid in part], device=ids.device)
         if features is not None and copies > 1:
