@@ -83,8 +83,9 @@ def random_prefix(engine: Engine) -> Prefix:
 
 
 def timing(target: Target, plan: DevicePlan, case: Case, requests: Sequence[Request]) -> Timing:
-    """A prefill, and steps in the middle of an image, where half of its keys and values are there."""
+    """A prefill of a short prompt, and steps in the middle of an image, where half of its keys and values are there."""
     spec = Spec.of(requests, case[0].tree, case[1], target.config)
+    spec = replace(spec, prefix=min(target.config.prefixes, default=spec.prefix))
     engine, backend = Engine(target, None, spec, plan), plan.backend
     prefix = random_prefix(engine)
     engine.prefill_batch(prefix, requests)
