@@ -14,6 +14,7 @@ from PIL import Image
 
 from lantern_hpu.bridges.diffusers import SAMPLINGS, accelerate
 from lantern_hpu.errors import LanternError
+from tests.marks import mostly_slow
 
 diffusers = pytest.importorskip("diffusers")
 pytest.importorskip("transformers.models.glm_image")
@@ -113,7 +114,7 @@ def test_edits_with_two_pictures_are_those_of_diffusers(
     assert pictures(pipe, image=sources()[:1]) != want
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", mostly_slow(WAYS, opened))
 def test_a_generator_seeds_the_first_stage(folder: Path, way: Callable[..., Any]) -> None:
     """As diffusers does: the same seed, the same picture; of a list the first; images of a prompt share its tokens."""
     edit: dict[str, Any] = {"image": sources()[:1]}
@@ -142,8 +143,8 @@ def test_callbacks_guidance_and_interruption_are_diffusers(folder: Path) -> None
     assert steps == [0]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("way", mostly_slow(WAYS, opened))
+@pytest.mark.parametrize("sampling", mostly_slow([*SAMPLINGS], "sglang"))
 def test_samplings_in_use_are_offered_by_name(
     folder: Path, way: Callable[..., Any], sampling: str
 ) -> None:
@@ -199,7 +200,11 @@ REFUSED: Sequence[tuple[Callable[[Any], Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("call", "why"), REFUSED, ids=[why for _, why in REFUSED])
+@pytest.mark.parametrize(
+    ("call", "why"),
+    mostly_slow(REFUSED, *REFUSED[:2], REFUSED[-1]),
+    ids=[why for _, why in REFUSED],
+)
 def test_what_cannot_be_honoured_is_refused(
     folder: Path, call: Callable[[Any], Any], why: str
 ) -> None:
