@@ -18,9 +18,10 @@ order: what passes here is contract-checked, not tested on a Gaudi. Importing th
 
 from __future__ import annotations
 
+import atexit
 import sys
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -39,9 +40,13 @@ def install(
         lazy: PT_HPU_LAZY_MODE; what the flag says when the software is imported if not given.
         flags: other flags of the bridge, set in the environment.
     """
-    from gaudi_emulator.life import install_card
+    from gaudi_emulator.device import current, listening
 
-    return install_card(release, lazy, flags)
+    if not listening():
+        stack = ExitStack()
+        atexit.register(stack.close)
+        stack.enter_context(emulate(release, lazy, flags))
+    return current()
 
 
 def emulate(

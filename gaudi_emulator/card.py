@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gaudi_emulator import ops
 from gaudi_emulator.recording import Recording, Run
-from gaudi_emulator.releases import LAZY_MODE, Release
+from gaudi_emulator.releases import LAZY_MODE, Release, operators
 from gaudi_emulator.rules import Findings, Severity, call_site
 from gaudi_emulator.tensor import Args, HPUTensor, Kwargs
 
@@ -33,9 +33,7 @@ GATHERED = 6_000  # operators without an end
 STAGE = 10  # operators in the first graph after a shape was read back; the limit doubles until one of ENDS
 ENDS = ("mark_step", "capture begin", "replay")
 # Operators whose constants or shapes are worth a look at who called them
-SITED = frozenset(
-    "slice select narrow arange topk roll constant_pad_nd view expand cat stack as_strided".split()
-)
+SITED = operators("sited")
 
 
 @dataclass

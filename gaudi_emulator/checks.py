@@ -11,45 +11,29 @@ from torch import Tensor
 from gaudi_emulator import ops
 from gaudi_emulator.card import Card
 from gaudi_emulator.ops import Op
+from gaudi_emulator.releases import NAMES, operators
 from gaudi_emulator.rules import Severity, Site
-from gaudi_emulator.tensor import Args, HPUTensor, Kwargs
+from gaudi_emulator.tensor import Args, HPUTensor, Kwargs, each, raw
 
 INT32 = torch.iinfo(torch.int32)
 E4M3 = 240.0  # the largest float8_e4m3fn of a Gaudi 2 (any_mode/test_hpu_fp8_ops_any_mode.py)
 INT64 = torch.iinfo(torch.int64)
 NUMBERS = (bool, int, float)
 MEGABYTE = 2**20
-DYNAMIC = {
-    **dict.fromkeys("nonzero nonzero_numpy masked_select argwhere _grouped_mm".split(), "H010"),
-    **dict.fromkeys(
-        ("_unique", "_unique2", "unique_dim", "unique_consecutive", "bincount"), "H011"
-    ),
-}
+DYNAMIC: dict[str, str] = NAMES["operators_dynamic"]  # -> the rule
 COMPLEX = ("view_as_complex", "view_as_real", "polar", "complex", "fft", "_fft")
-PAYLOADS = frozenset(
-    "gather take_along_dim scatter scatter_ argmax argmin max min topk index_put index_put_".split()
-)
-PRODUCTS = frozenset("mm bmm addmm baddbmm addbmm addmv mv".split())
+PAYLOADS = operators("payloads")
+PRODUCTS = operators("products")
 # Operators that only move numbers: what was in range stays so
-MOVES = frozenset(
-    "clone cat stack index_select gather index embedding copy_ where masked_fill masked_fill_ flip roll repeat "
-    "index_copy index_copy_ scatter scatter_ index_put index_put_ zeros ones zeros_like ones_like empty "
-    "empty_like empty_strided new_empty new_zeros new_ones zero_ constant_pad_nd one_hot argmax argmin topk sort "
-    "max min amax amin slice_backward select_backward _unsafe_view".split()
-)
-INDEXED = frozenset(
-    "gather index_select embedding index index_put index_put_ index_copy index_copy_ index_add index_add_ "
-    "index_fill index_fill_ scatter scatter_ scatter_add scatter_add_ scatter_reduce take".split()
-)
-WRITES_ONCE = frozenset("index_put index_put_ index_copy index_copy_ scatter scatter_".split())
-INDEX_WRITES = frozenset(
-    "index_copy_ index_put_ index_add_ index_fill_ scatter_ scatter_add_ scatter_reduce_".split()
-)
+MOVES = operators("moves")
+INDEXED = operators("indexed")
+WRITES_ONCE = operators("writes_once")
+INDEX_WRITES = operators("index_writes")
+WHOLE_COPIES = operators("whole_copies")
 # Number formats that the bridge has none for
 REFUSED = frozenset(
     getattr(torch, name) for name in "uint16 uint32 uint64 float8_e4m3fnuz float8_e5m2fnuz".split()
 )
-WHOLE_COPIES = frozenset("index_put_ index_add_ scatter_add_".split())
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -98,42 +82,35 @@ def falls_back(device: Card, op: Op, args: Args, kwargs: Kwargs) -> str:
     """Why an operator falls back for these arguments; empty if it does not.
 
     First whether it has a kernel, then the bridge's named checks, then its lists of number formats."""
-    if not op.native and (device.lazy or op.packet not in ops.IN_CXX[device.release.name]):
+    if not op.native and (device.lazy or op.packet not in device.release.eager_operators):
         return "no kernel"
     hit = device.findings.hit
     first = next((a for a in args if isinstance(a, Tensor)), None)
     if first is None:
         return ""
+    release, dtype = device.release, dtype_name(first.dtype)
     given = {a.name: v for a, v in zip(op.arguments, args, strict=False)} | kwargs
     if op.name in ("sort.stable", "sort.values_stable") and given.get("stable"):
         dim = sort_dim(args, kwargs) % max(first.dim(), 1)
-        limit = device.release.sort_limit
+        limit = release.sort_limit
         if limit is not None and (dim == 0 or first.shape[dim] > limit):
             hit("H041", op.name)
             return "stable"
-    packets, formats = UNREDUCED[device.release.name]
     by_dim = op.packet.startswith("arg") or len(args) > 1 or "dim" in kwargs
-    if op.packet in packets and by_dim and first.dtype in formats:
-        hit("H042", f"{op.name} on {dtype_name(first.dtype)}")
-        return f"on {dtype_name(first.dtype)}"
+    if op.packet in release.unreduced and by_dim and dtype in release.unreduced_formats:
+        hit("H042", f"{op.name} on {dtype}")
+        return f"on {dtype}"
     if op.packet in PRODUCTS and not first.is_floating_point() and not first.is_complex():
         hit("H043", op.name)
-        return f"on {dtype_name(first.dtype)}"
+        return f"on {dtype}"
     check = FALLBACK_CHECKS.get(op.packet)
     if op.packet == "binary_cross_entropy_with_logits" and not isinstance(first, HPUTensor):
         check = None  # a compiled graph's
-    if op.packet in device.release.fallback_checks and check is not None and check(given):
+    if op.packet in release.fallback_checks and check is not None and check(given):
         return "with these arguments"
     promoted = kwargs.get("dtype") or computed_in(op, given, first)
-    taken = ops.takes(op, promoted, device.lazy, device.release)
+    taken = ops.takes(op, promoted, device.lazy, release)
     return "" if taken else f"on {dtype_name(promoted)}"
-
-
-# By release: reductions, and the number formats that they do not take
-UNREDUCED = {
-    "1.19": (frozenset("argmax argmin max min".split()), (torch.bool,)),
-    "1.24": (frozenset("argmax argmin".split()), (torch.bool, torch.int16)),
-}
 
 
 def computed_in(op: Op, given: dict[str, Any], first: Tensor) -> torch.dtype:
@@ -313,10 +290,6 @@ def masked(op: Op, args: tuple[Any, ...]) -> bool:
     )
 
 
-def raw(value: Any) -> Any:
-    return value.raw if isinstance(value, HPUTensor) else value
-
-
 def boolean_index(device: Card, op: Op, args: tuple[Any, ...]) -> None:
     if op.packet == "index":
         dynamic(device, op, "H010")
@@ -344,12 +317,7 @@ def clamped(op: Op, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Arguments on the CPU with every index inside its dimension; negative ones count from the end."""
     bounded = {id(i): i.clamp(-n, n - 1) % max(n, 1) for n, i in index_tensors(op, args)}
 
-    def change(value: Any) -> Any:
-        if isinstance(value, list):
-            return [change(item) for item in value]
-        return bounded.get(id(value), value)
-
-    return tuple(map(change, args))
+    return tuple(each(lambda value: bounded.get(id(value), value), one) for one in args)
 
 
 def report_indices(

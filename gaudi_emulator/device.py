@@ -13,7 +13,7 @@ from torch.random import fork_rng, manual_seed
 
 from gaudi_emulator import checks, ops
 from gaudi_emulator.card import Card
-from gaudi_emulator.tensor import Args, HPUTensor, Kwargs, card_in_use, cards, flat
+from gaudi_emulator.tensor import Args, HPUTensor, Kwargs, card_in_use, cards, flat, raw
 
 LIMIT = int(94.62 * 2**30)  # bytes that software sees of a Gaudi 2
 
@@ -271,7 +271,7 @@ def read_scalar(device: Device, op: ops.Op, func: Any, args: Args, kwargs: Kwarg
 def compare_on_host(device: Device, op: ops.Op, func: Any, args: Args, kwargs: Kwargs) -> Any:
     device.sync(op.packet, "H004")
     checks.no_bare_meta(args, op.name)
-    return func(*(a.raw if isinstance(a, HPUTensor) else a for a in args), **kwargs)
+    return func(*map(raw, args), **kwargs)
 
 
 def to_copy(device: Device, op: ops.Op, func: Any, args: Args, kwargs: Kwargs) -> Any:

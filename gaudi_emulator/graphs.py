@@ -29,7 +29,7 @@ from gaudi_emulator.recording import Recording, Run, Slot
 from gaudi_emulator.scope import beyond
 from gaudi_emulator.streams import Stream, current_stream
 from gaudi_emulator.streams import stream as on_stream
-from gaudi_emulator.tensor import DEVICE, HPUTensor, mapped, tensors_in
+from gaudi_emulator.tensor import DEVICE, HPUTensor, each, mapped, tensors_in
 
 SHAPES = 16  # of the inputs of one wrapped function, beyond which its graphs are reported
 
@@ -54,14 +54,14 @@ def replayed(device: Device, recording: Recording, live: dict[int, Tensor]) -> d
             return now[value.index]
         if live and isinstance(value, Tensor):
             return live.get(id(value), value)
-        return [fill(item) for item in value] if type(value) is list else value
+        return value
 
     no_functions, no_dispatch = torch._C.DisableTorchFunction, torch._C._DisableTorchDispatch
     with no_functions(), no_dispatch(), torch.no_grad():
         for step in recording.steps:
             device.findings.site = step.site
-            args = tuple(map(fill, step.args))
-            kwargs = {name: fill(value) for name, value in step.kwargs.items()}
+            args = tuple(each(fill, value) for value in step.args)
+            kwargs = {name: each(fill, value) for name, value in step.kwargs.items()}
             if step.op.packet in checks.INDEXED:
                 checks.report_indices(device, step.op, args, when=" in a replay", severity="error")
             seed = device.draw_seed() if step.op.random else None

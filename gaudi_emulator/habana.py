@@ -20,7 +20,7 @@ from gaudi_emulator import graphs, hpex
 from gaudi_emulator.card import flag
 from gaudi_emulator.device import LIMIT, Device, current
 from gaudi_emulator.releases import ROOT, listed
-from gaudi_emulator.scope import MODULES, NAMES, BeyondModule, meanwhile_for, names_of, short
+from gaudi_emulator.scope import MODULES, OUT_OF_SCOPE, BeyondModule, meanwhile_for, names_of, short
 from gaudi_emulator.streams import (
     Event,
     Stream,
@@ -394,7 +394,7 @@ def modules(device: Device) -> dict[str, ModuleType]:
         "default_generators": (device.generator,),
     }
     parts: dict[str, dict[str, Any]] = {
-        **{name: {} for name in (*NAMES, *MODULES)},
+        **{name: {} for name in (*OUT_OF_SCOPE, *MODULES)},
         "core": CORE,
         "core.quantization": dict.fromkeys(
             [*listed("core_settings"), "_check_params_as_const", "_mark_params_as_const"],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
 import threading
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed
 
+import gaudi_emulator
 from gaudi_emulator.device import Device, as_current, current, listening
 from gaudi_emulator.graphs import abandoned_on_error
 from gaudi_emulator.habana import modules
@@ -37,15 +37,6 @@ if TYPE_CHECKING:
 VENDOR = Path(__file__).parent / "vendor"  # `habana_frameworks`, and a distribution a release
 SHARED = "PYTHONPATH"  # by which processes that this one starts find them
 MODULE = f"torch.{DEVICE}"
-
-
-def install_card(release: str | None, lazy: bool | None, flags: Mapping[str, str] | None) -> Device:
-    """See `gaudi_emulator.install`."""
-    if not listening():
-        stack = ExitStack()
-        atexit.register(stack.close)
-        stack.enter_context(emulated(release, lazy, flags))
-    return current()
 
 
 @contextmanager
@@ -123,7 +114,7 @@ def show_device_module(module: ModuleType) -> None:
 
 def load() -> None:
     """An import of `habana_frameworks.torch`: flags are read, then the modules are there."""
-    card = install_card(None, None, None)
+    card = gaudi_emulator.install()
     if not card.loaded:
         card.load()
         card.modules = modules(card)
@@ -167,7 +158,7 @@ def refused_with_tensors(card: Device, made: Any) -> Any:
 
     @wraps(run)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if next(tensors_in((args, kwargs)), None) is not None:
+        if tensors_in((args, kwargs)):
             card.findings.hit("H086", "inductor")
         return run(*args, **kwargs)
 

@@ -7,47 +7,21 @@ them and that torch does not compose of others runs on the CPU: inputs down, res
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gaudi_emulator.releases import Release
+from gaudi_emulator.releases import Release, operators, table
 from gaudi_emulator.tensor import Args, Kwargs
 
 COMPOSED = ("CompositeImplicitAutograd", "CompositeExplicitAutograd")
-SCALAR_TYPES = {
-    "BFloat16": (torch.bfloat16,),
-    "Byte": (torch.uint8,),
-    "Char": (torch.int8, torch.bool),  # a bool is a byte on the device
-    "Float": (torch.float32, torch.float64),  # float64 is narrowed before
-    "Half": (torch.float16,),
-    "Int": (torch.int32,),
-    "Long": (torch.int64,),
-    "Short": (torch.int16,),
-}
-LETTERS = {  # of the documentation's table; uint8 has none
-    "F": (torch.float32, torch.float64),
-    "B": (torch.bfloat16,),
-    "H": (torch.float16,),
-    "8": (torch.float8_e4m3fn, torch.float8_e5m2),
-    "L": (torch.int64,),
-    "I": (torch.int32,),
-    "S": (torch.int16,),
-    "C": (torch.int8,),
-    "T": (torch.bool,),
-}
-COPIED_VIEWS = frozenset(  # a copy and a write into a view of it, or a copy of a view
-    "slice_scatter select_scatter diagonal_scatter alias_copy diagonal_copy expand_copy permute_copy select_copy "
-    "slice_copy split_copy squeeze_copy t_copy transpose_copy unbind_copy unfold_copy view_copy".split()
-)
-FLOAT8 = frozenset(LETTERS["8"])
+# A copy and a write into a view of it, or a copy of a view
+COPIED_VIEWS = operators("copied_views")
+FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 MOVES_FLOAT8 = frozenset({"repeat", "roll"})
-IN_TABLE = frozenset(dtype for dtypes in LETTERS.values() for dtype in dtypes)
 
 
 @dataclass(frozen=True)
@@ -68,38 +42,26 @@ class Lists:
 
 @cache
 def lists(release: Release) -> Lists:
-    file = Path(__file__).with_name(f"ops_v{release.name}.json")
-    table: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    formats = {
-        name: frozenset(dtype for kind in kinds.split() for dtype in SCALAR_TYPES[kind])
-        for kinds, names in table["dtypes"].items()
+    known = table(f"ops_v{release.name}")
+    formats, documented = (by_operator(known.get(name, {})) for name in ("dtypes", "dtypes_docs"))
+    native, cpu_only = frozenset(known["native_overloads"]), frozenset(known["cpu_only_not_listed"])
+    return Lists(native, cpu_only, formats, documented)
+
+
+def by_operator(table: dict[str, list[str]]) -> dict[str, frozenset[torch.dtype]]:
+    """Number formats by operator, of operators by number formats."""
+    return {
+        name: frozenset(getattr(torch, dtype) for dtype in dtypes.split())
+        for dtypes, names in table.items()
         for name in names
     }
-    documented = {
-        name: frozenset(dtype for letter in letters for dtype in LETTERS[letter])
-        for letters, names in table.get("dtypes_docs", {}).items()
-        for name in names
-    }
-    native, cpu_only = table["native_overloads"], table["cpu_only_not_listed"]
-    return Lists(frozenset(native), frozenset(cpu_only), formats, documented)
 
 
 # Operators whose Scalar arguments are constants of the graph all the same
 KEYED_SCALARS = ("arange", "full", "linspace", "new_full", "fill")
-RANDOM = frozenset(
-    "bernoulli bernoulli_ cauchy_ dropout exponential_ geometric_ log_normal_ multinomial native_dropout normal "
-    "normal_ poisson rand rand_like randint randint_like randn randn_like random_ randperm uniform_".split()
-)
-
-# Operators that a release registers in C++ outside lazy mode (habana_eager/ops), so that its list lacks them
-IN_CXX = {"1.19": frozenset({"unfold"})}
-IN_CXX["1.24"] = IN_CXX["1.19"] | {"_amp_foreach_non_finite_check_and_unscale_"}
-
+RANDOM = operators("random")
 # Factories that take shape and number format of a tensor, which may be on the host
-MADE_LIKE = frozenset(
-    "empty_like full_like new_empty new_empty_strided new_full new_ones new_zeros ones_like rand_like randint_like "
-    "randn_like zeros_like".split()
-)
+MADE_LIKE = operators("made_like")
 
 
 @dataclass(frozen=True)
@@ -189,8 +151,9 @@ def takes(op: Op, dtype: torch.dtype, lazy: bool, release: Release) -> bool:
         return dtype in known or (dtype == torch.int32 and torch.int64 in known)
     if op.view_of is not None:
         return True  # no kernel runs
-    row = lists(release).documented.get(op.packet)
-    return row is None or dtype in row or dtype not in IN_TABLE
+    documented = lists(release).documented
+    row = documented.get(op.packet)
+    return row is None or dtype in row or all(dtype not in others for others in documented.values())
 
 
 def written_arguments(op: Op, args: Args, kwargs: Kwargs) -> list[Any]:

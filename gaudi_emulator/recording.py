@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gaudi_emulator import ops
 from gaudi_emulator.rules import Site, call_site
-from gaudi_emulator.tensor import Args, HPUTensor, Kwargs, flat
+from gaudi_emulator.tensor import Args, HPUTensor, Kwargs, each, flat
 
 GARBAGE = -(2**31)
 
@@ -72,13 +72,12 @@ class Recording:
 
     def point(self, value: Any) -> Any:
         """An argument, with earlier results replaced by their slots."""
-        if isinstance(value, Tensor):
-            if id(value) in self.slots:
-                return Slot(self.slots[id(value)])
-            return value
-        if isinstance(value, list):
-            return [self.point(item) for item in value]
-        return value
+
+        def slot(value: Any) -> Any:
+            known = isinstance(value, Tensor) and id(value) in self.slots
+            return Slot(self.slots[id(value)]) if known else value
+
+        return each(slot, value)
 
     def reads(self, raw: Tensor) -> bool:
         """Whether a recorded operator has a tensor from outside for an argument."""

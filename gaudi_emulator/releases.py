@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 ROOT = "habana_frameworks"  # the vendor's Python package
 PLUGIN = "habana-torch-plugin"  # and the distribution that has it
@@ -26,10 +27,10 @@ class EmulatorError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Release:
-    """One release; compared by identity.
+    """One release, of `releases.json`; compared by identity.
 
     Attributes:
-        name: major and minor number.
+    name: major and minor number.
         source: what was read of it.
         autoloads: whether `import torch` loads the plugin, unless PT_HPU_LAZY_MODE=1 or PT_HPU_AUTOLOAD=0.
         lazy_by_default: what an unset PT_HPU_LAZY_MODE means.
@@ -38,6 +39,8 @@ class Release:
         missing_metric: the error of a local metric of an unknown name; the global one is None.
         sort_limit: elements beyond which a stable sort falls back, as it does along dimension 0; None: never.
         fallback_checks: operators with a check of their arguments that can send them to the CPU.
+        unreduced: reductions that do not take the number formats `unreduced_formats`.
+        eager_operators: registered in C++ outside lazy mode (habana_eager/ops), so that its list lacks them.
         chains_corrupt: whether compile mode keeps only the first of several index_copy_ on one tensor.
         partial_index_rank: the most dimensions of a result that compile mode takes by an index with None.
         backend_options: of hpu_backend (dynamo/compile_backend/config.py); it refuses others.
@@ -51,60 +54,36 @@ class Release:
     key_has_dtype: bool
     missing_metric: str
     sort_limit: int | None
-    fallback_checks: frozenset[str]
+    fallback_checks: tuple[str, ...]
+    unreduced: tuple[str, ...]
+    unreduced_formats: tuple[str, ...]
+    eager_operators: tuple[str, ...]
     chains_corrupt: bool
     partial_index_rank: int
-    backend_options: frozenset[str]
+    backend_options: tuple[str, ...]
 
     def __str__(self) -> str:
         return f"bridge {self.name}"
 
 
+def table(file: str) -> Any:
+    return json.loads(Path(__file__).with_name(f"{file}.json").read_text(encoding="utf-8"))
+
+
+NAMES: dict[str, Any] = table("names")
+RELEASES = {row["name"]: Release(**row) for row in table("releases")}
+DEFAULT = RELEASES["1.24"]
+
+
 def listed(what: str) -> list[str]:
     """Names that the bridge has for something (HabanaAI/gaudi-pytorch-bridge, Apache-2.0; names only)."""
-    found: dict[str, list[str]] = json.loads(NAMES.read_text(encoding="utf-8"))
-    return found[what]
+    found: list[str] = NAMES[what]
+    return found
 
 
-NAMES = Path(__file__).with_name("names.json")
-OPTIONS = frozenset(listed("hpu_backend_options"))  # of each release
-RELEASES = {
-    "1.19": Release(
-        "1.19",
-        source="HabanaAI/gaudi-pytorch-bridge, tag v1.19.0 (5a56187e)",
-        autoloads=False,
-        lazy_by_default=True,
-        graphs_always_named=False,
-        key_has_dtype=False,
-        missing_metric="MetricNotFound",
-        sort_limit=37,
-        fallback_checks=frozenset(
-            "embedding binary_cross_entropy_with_logits unique_dim where index_select index_reduce div".split()
-        ),
-        chains_corrupt=True,
-        partial_index_rank=-1,
-        backend_options=OPTIONS | {"use_graph_freezing"},
-    ),
-    "1.24": Release(
-        "1.24",
-        source="HabanaAI/gaudi-pytorch-bridge at bcc5172c479e",
-        autoloads=True,
-        lazy_by_default=False,
-        graphs_always_named=True,
-        key_has_dtype=True,
-        missing_metric="MetricNotFoundError",
-        sort_limit=None,
-        fallback_checks=frozenset("embedding where index_select".split()),
-        chains_corrupt=False,
-        partial_index_rank=4,
-        backend_options=OPTIONS.union(
-            "dump_graph_repro joint_graph_constant_folding use_generic_reinplacer enable_synapse_input_reuse "
-            "fallback_dynamic_to_eager enable_flex_attention enable_compile_debug_nan_checks "
-            "enable_bwd_graph_input_reuse enable_waittensor_graph_split".split()
-        ),
-    ),
-}
-DEFAULT = RELEASES["1.24"]
+def operators(what: str) -> frozenset[str]:
+    """Operators that have something in common."""
+    return frozenset(listed(f"operators_{what}"))
 
 
 def version_number(version: str | None) -> tuple[int, int] | None:

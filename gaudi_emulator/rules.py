@@ -30,13 +30,13 @@ class Rule:
     """One line of the contract.
 
     Attributes:
-        why: the reason in every release; `reasons` has those of rules that differ.
+        why: the reason, by release that has the rule.
         captured: the severity inside a capture.
     """
 
     id: str
     name: str
-    why: str
+    why: dict[str, str] = field(hash=False)
     instead: str
     severity: Severity
     captured: Severity
@@ -48,56 +48,42 @@ class Rule:
     @property
     def releases(self) -> tuple[str, ...]:
         """Releases that have the rule."""
-        return tuple(BY_RELEASE.get(self.id, RELEASES))
+        return tuple(self.why)
 
     def reason(self, releases: Sequence[str]) -> str:
         """Why, in these releases."""
-        texts = {name: BY_RELEASE.get(self.id, {}).get(name, self.why) for name in releases}
+        texts = {name: self.why[name] for name in releases}
         if len(set(texts.values())) == 1:
-            return next(iter(texts.values()))
+            return texts[releases[0]]
         return "; ".join(f"{name}: {text}" for name, text in texts.items())
 
 
 def rule_table(text: str) -> dict[str, Rule]:
     """By id, of rows: id, name, severities outside and inside a capture; why; what instead. A rule that is broken in
-    several ways has a row for each, `id:way`.
+    several ways has a row for each, `id:way`. One that not all releases have, or that differs, has a `RELEASE: why` of
+    each.
 
     A line at the margin begins a row, indented ones are its other cells, deeper ones go on.
     """
     table = {}
     rows = (row for row in re.split(r"\n(?=\S)", text.strip()) if not row.startswith("#"))
     for row in rows:
-        cells = [" ".join(cell.split()) for cell in re.split(r"\n {4}(?=\S)", row)]
-        head, why, instead = cells
+        head, *reasons, instead = (" ".join(c.split()) for c in re.split(r"\n {4}(?=\S)", row))
         key, name, severity, captured = head.split()
-        id = key.partition(":")[0]
+        named = (reason.partition(": ") for reason in reasons)
+        why = {release: text for release, _, text in named if release in RELEASES}
         table[key] = Rule(
-            id, name, why, instead, cast(Severity, severity), cast(Severity, captured)
+            key.partition(":")[0],
+            name,
+            why or dict.fromkeys(RELEASES, reasons[0]),
+            instead,
+            cast(Severity, severity),
+            cast(Severity, captured),
         )
     return table
 
 
 RULES = rule_table(Path(__file__).with_name("rules.txt").read_text(encoding="utf-8"))
-
-# Rules that one release alone has, or that differ: rule -> release -> why
-BY_RELEASE: dict[str, dict[str, str]] = {
-    "H022": {
-        "1.19": "the key leaves out dtypes and compares hashes only (1, 1.0 and True; -1 and -2): the wrong graph runs",
-        "1.24": RULES["H022"].why,
-    },
-    "H032": {"1.19": RULES["H032"].why},
-    "H041": {"1.19": RULES["H041"].why},
-    "H042": {"1.19": "max, min, argmax and argmin over bool fall back", "1.24": RULES["H042"].why},
-    "H091": {
-        "1.19": RULES["H091"].why,
-        "1.24": f"{RULES['H091'].why}, where reused memory has overwritten it (vllm-gaudi 1753)",
-    },
-    "H092": {
-        "1.19": "two writes by index into one tensor: in compile mode the first alone lasts",
-        "1.24": RULES["H092"].why,
-    },
-}
-
 EMULATOR = os.path.dirname(os.path.abspath(__file__)) + os.sep
 SKIPPED = (EMULATOR, os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, "<frozen")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any, NoReturn
 
-from gaudi_emulator.releases import listed
+from gaudi_emulator.releases import NAMES, listed
 
 
 class OutOfScope(NotImplementedError):
@@ -18,37 +18,11 @@ class OutOfScope(NotImplementedError):
 
 
 # What to use while checking, by module of `habana_frameworks.torch` and name; "" for every other name of the module
-NAMES: dict[str, dict[str, str]] = {
-    "hpex.kernels": {
-        "": "plain torch functions",
-        "RotaryPosEmbeddingHelperV1": "apply_rotary_pos_emb with position_ids",
-        "RotaryPosEmbeddingHelperV3": "apply_rotary_pos_emb with cos and sin",
-        "fp8_fused_sdpa": "FusedSDPA in bfloat16",
-    },
-    "hpex.optimizers": {"": "those of torch.optim, and a step mark after their step"},
-    "hpex.normalization": {"": "torch.nn.utils.clip_grad_norm_"},
-    "hpex.movingavrg": {"": "torch.optim.swa_utils.AveragedModel"},
-    "hpex.experimental.transformer_engine": {"": "torch.nn layers in bfloat16"},
-    "hpex.experimental.fp8_autocast": {"": "torch.autocast in bfloat16"},
-    "hpu": dict.fromkeys(listed("refused_hpu"), "leave it out while checking")
-    | {
-        "make_graphed_callables": "wrap_in_hpu_graph for inference",
-        "ModuleCacher": "the model as it is, with step marks",
-    },
-    "hpu.metrics": {"": "metric_global"},
-    "utils.experimental": {"": "the lint, which counts recipes and names what recompiles"},
-}
+OUT_OF_SCOPE: dict[str, dict[str, str]] = NAMES["out_of_scope"]
 # Further modules that programs import; of nearly all nothing is emulated
 MODULES = listed("modules")
 # Operators of the vendor, by a part of their names
-OPERATORS = {
-    "fp8": "bfloat16 while checking; the graph around it is the same",
-    "int4": "bfloat16 weights while checking",
-    "mixture_of_experts": "a loop over experts, or index_select and bmm",
-    "sdpa": "hpex.kernels.FusedSDPA, or torch.nn.functional.scaled_dot_product_attention",
-    "rotary": "hpex.kernels.apply_rotary_pos_emb",
-    "rms_norm": "hpex.normalization.FusedRMSNorm",
-}
+OPERATORS: dict[str, str] = NAMES["out_of_scope_operators"]
 
 
 class CustomOperators:
@@ -78,13 +52,13 @@ def short(module: str) -> str:
 
 def names_of(module: str) -> dict[str, Any]:
     """What stands under the names of a module that are out of scope."""
-    return {name: beyond(name, hint) for name, hint in NAMES.get(module, {}).items() if name}
+    return {name: beyond(name, hint) for name, hint in OUT_OF_SCOPE.get(module, {}).items() if name}
 
 
 def meanwhile_for(module: str) -> str:
     """What to use in the place of a module's other names, by the nearest one around it that says so."""
     while module:
-        if hint := NAMES.get(module, {}).get(""):
+        if hint := OUT_OF_SCOPE.get(module, {}).get(""):
             return hint
         module = module.rpartition(".")[0]
     return "leave it out while checking"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import UserDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -158,6 +158,16 @@ def flat(values: Any) -> list[Any]:
     return found
 
 
+def each(change: Callable[[Any], Any], value: Any) -> Any:
+    """An argument changed; of a list, every one in it."""
+    return [each(change, item) for item in value] if isinstance(value, list) else change(value)
+
+
+def raw(value: Any) -> Any:
+    """The numbers of a device tensor; anything else as it is."""
+    return value.raw if isinstance(value, HPUTensor) else value
+
+
 def is_fake(value: object) -> bool:
     """Whether a device tensor has none but a tracer's numbers."""
     return isinstance(value, HPUTensor) and type(value.raw) is not Tensor
@@ -168,9 +178,7 @@ def through(func: Any, args: Args, kwargs: Kwargs) -> Any:
     inner = {
         n: torch.device("cpu") if n == "device" and v is not None else v for n, v in kwargs.items()
     }
-    raw_args, raw_kwargs = tree_map(
-        lambda v: v.raw if isinstance(v, HPUTensor) else v, (args, inner)
-    )
+    raw_args, raw_kwargs = tree_map(raw, (args, inner))
     made = func(*raw_args, **raw_kwargs)
     to_host = kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cpu"
     if to_host:
@@ -214,19 +222,16 @@ def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
     return value
 
 
-def tensors_in(value: Any) -> Iterator[HPUTensor]:
+def tensors_in(value: Any) -> list[HPUTensor]:
     """The device tensors of an object, in their order."""
-    if isinstance(value, HPUTensor):
-        yield value
-    elif isinstance(value, (dict, UserDict)):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from tensors_in(getattr(value, field.name))
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    mapped(value, note)
+    return [tensor for tensor in found if isinstance(tensor, HPUTensor)]
 
 
 # `torch.autocast` on the device: which operators run in the lower format and which in float32. torch casts by dispatch

@@ -14,7 +14,7 @@ from torch import Tensor
 from gaudi_emulator import emulate
 from gaudi_emulator.lint import lint_script
 from gaudi_emulator.releases import RELEASES, Release
-from gaudi_emulator.rules import BY_RELEASE, RULES
+from gaudi_emulator.rules import RULES
 from lantern_hpu.cli import main as run
 from lantern_lab.commands.lint import main
 
@@ -93,7 +93,7 @@ def test_finding_names_the_releases_that_it_holds_for(name: str) -> None:
 
 
 def test_rules_of_one_release_are_not_hit_under_the_other() -> None:
-    alone = {name for name, reasons in BY_RELEASE.items() if set(reasons) == {OLD}}
+    alone = {name for name, rule in RULES.items() if rule.releases == (OLD,)}
     assert alone == {"H032", "H041"} and RULES["H041"].releases == (OLD,)
     with emulate(NEW, True) as card:
         card.findings.hit("H041")

@@ -161,8 +161,9 @@ def lint_rules() -> Iterator[str]:
     yield "The severity inside a capture, where it differs, is in brackets.\n"
     rows = []
     for rule in RULES.values():
+        why = rule.reason(rule.releases)
         captured = "" if rule.captured == rule.severity else f" ({rule.captured})"
-        rows.append((rule.id, rule.name, rule.severity + captured, rule.why, rule.instead))
+        rows.append((rule.id, rule.name, rule.severity + captured, why, rule.instead))
     yield table(("rule", "name", "severity", "why", "instead"), rows)
 
 
@@ -184,7 +185,7 @@ def gaudi_contract() -> Iterator[str]:
     yield table(("fact", "source", "mode", "release"), rows)
     yield "\n## What the emulator leaves out\n"
     yield "Below `habana_frameworks.torch`; its use is refused.\n"
-    listed = [(m, n, why) for m, known in scope.NAMES.items() for n, why in known.items()]
+    listed = [(m, n, why) for m, known in scope.OUT_OF_SCOPE.items() for n, why in known.items()]
     names = [(f"`{m}.{n or '*'}`", why) for m, n, why in listed]
     names += [(f"`torch.ops.hpu.*{part}*`", why) for part, why in scope.OPERATORS.items()]
     yield table(("name", "what to use while checking"), names)
