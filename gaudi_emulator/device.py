@@ -104,9 +104,7 @@ class Device(Card):
             return [self.unwrap(op, item, held) for item in value]
         return value
 
-    def wrap(
-        self, op: ops.Op, args: tuple[Any, ...], result: Any, held: dict[int, HPUTensor]
-    ) -> Any:
+    def wrap(self, op: ops.Op, args: Args, result: Any, held: dict[int, HPUTensor]) -> Any:
         if isinstance(result, (list, tuple)):
             return type(result)(self.wrap(op, args, item, held) for item in result)
         if not isinstance(result, Tensor):

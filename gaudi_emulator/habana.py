@@ -16,25 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gaudi_emulator import graphs, hpex
+from gaudi_emulator import graphs, hpex, streams
 from gaudi_emulator.card import flag
 from gaudi_emulator.device import LIMIT, Device, current
 from gaudi_emulator.releases import ROOT, listed
 from gaudi_emulator.scope import MODULES, OUT_OF_SCOPE, BeyondModule, meanwhile_for, names_of, short
-from gaudi_emulator.streams import (
-    Event,
-    Stream,
-    add_step_closure,
-    current_stream,
-    default_stream,
-    is_lazy,
-    iter_mark_step,
-    lazy_only,
-    mark_step,
-    set_stream,
-    stream,
-    synchronize,
-)
 from gaudi_emulator.tensor import DEVICE, HPUTensor
 
 
@@ -225,14 +211,16 @@ def named(*members: Any) -> dict[str, Any]:
     return {member.__name__: member for member in members}
 
 
-CORE = named(mark_step, iter_mark_step, add_step_closure) | dict.fromkeys(
-    listed("core_settings"), accept_anything
-)
-GRAPHS = {
-    name: getattr(graphs, name)
-    for name in "HPUGraph graph CachedParams input_hash copy_to wrap_in_hpu_graph "
-    "wrap_in_hpu_graph_func".split()
-} | {"is_current_stream_capturing": lambda: bool(getattr(current_stream(), "is_capture", False))}
+def taken(module: ModuleType, names: str) -> dict[str, Any]:
+    """Functions and classes of a module of ours."""
+    return {name: getattr(module, name) for name in names.split()}
+
+
+CORE = taken(streams, "mark_step iter_mark_step add_step_closure")
+CORE |= dict.fromkeys(listed("core_settings"), accept_anything)
+GRAPHS = taken(graphs, "HPUGraph graph CachedParams input_hash copy_to")
+GRAPHS |= taken(graphs, "wrap_in_hpu_graph wrap_in_hpu_graph_func")
+GRAPHS["is_current_stream_capturing"] = lambda: streams.current_stream().is_capture
 RANDOM = named(manual_seed, seed, set_rng_state, set_rng_state_all) | {
     "manual_seed_all": manual_seed,
     "seed_all": seed,
@@ -250,8 +238,8 @@ MEMORY = dict.fromkeys(LIMITS, memory_of("Limit")) | {
     "reset_peak_memory_stats": of_card(reset_peak),
     "reset_accumulated_memory_stats": of_card(reset_counts),
 }
-STREAMS = named(Stream, Event, stream, set_stream, current_stream, default_stream)
-STREAMS |= {"StreamContext": stream, "record_stream": accept_anything}
+STREAMS = taken(streams, "Stream Event stream set_stream current_stream default_stream")
+STREAMS |= {"StreamContext": streams.stream, "record_stream": accept_anything}
 METRIC_API = named(metric_global, metric_localcontext) | {
     name: type(name, (Exception,), {}) for name in DUMPS
 }
@@ -323,7 +311,7 @@ IDENTITY = {
     "memory_usage": memory_of("InUse"),
     "is_bf16_supported": lambda including_emulation=True: True,
     "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
-    "synchronize": synchronize,
+    "synchronize": streams.synchronize,
     "set_device": need_card,
     "device": of_card(nullcontext),
     "device_of": lambda obj: nullcontext(),
@@ -405,8 +393,8 @@ def modules(device: Device) -> dict[str, ModuleType]:
         "hpu.random": RANDOM,
         "hpu.memory": {n: hpu[n] for n in (*MEMORY, "formatted_memory_stats") if n in hpu},
         "hpu.streams": {n: STREAMS[n] for n in STREAMS if n != "Event"},
-        "hpu.events": named(Event),
-        "utils.internal": named(is_lazy, lazy_only),
+        "hpu.events": named(streams.Event),
+        "utils.internal": taken(streams, "is_lazy lazy_only"),
         "utils.debug": {"_get_fallback_op_count": lambda: dict(current().counts.fallbacks)},
         "utils.experimental": {
             "_data_ptr": HPUTensor.data_ptr,
@@ -427,10 +415,8 @@ def modules(device: Device) -> dict[str, ModuleType]:
                 int(os.environ.get("LOCAL_RANK", 0)),
             )
         },
-        "hpex.kernels": {
-            name: getattr(hpex, name)
-            for name in "FusedSDPA RotaryPosEmbeddingMode apply_rotary_pos_emb RotaryPosEmbeddingHelperV2".split()
-        },
+        "hpex.kernels": taken(hpex, "FusedSDPA RotaryPosEmbeddingMode apply_rotary_pos_emb")
+        | named(hpex.RotaryPosEmbeddingHelperV2),
         "hpex.kernels.FusedSDPA": named(hpex.FusedSDPA),
         "hpex.normalization.FusedRMSNorm": named(hpex.FusedRMSNorm),
         "hpex.normalization": named(hpex.FusedRMSNorm),

@@ -62,6 +62,7 @@ class Stream:
 
     def __init__(self, device: object = None, priority: int = 0) -> None:
         self.stream_id, self.device_index = Stream.made, 0
+        self.is_capture = False
         Stream.made += 1
 
     def id(self) -> int:

@@ -239,9 +239,7 @@ def tensors_in(value: Any) -> list[HPUTensor]:
 # default ones of Habana's page on mixed precision, unless flags name files.
 
 OWNERS = (torch, F, torch._C._nn, Tensor)
-LOWER = listed("autocast_lower")
 LOWER_FIRST = frozenset({"batch_norm", "group_norm", "instance_norm", "layer_norm"})
-FLOAT32 = listed("autocast_float32")
 SIGNS = {"add", "matmul", "mul", "pow"}  # which Python has operators for, from either side
 # Files with a name a line, which take the place of the lists
 FILES = ("PT_HPU_AUTOCAST_LOWER_PRECISION_OPS_LIST", "PT_HPU_AUTOCAST_FP32_OPS_LIST")
@@ -264,18 +262,18 @@ def autocast_lists(flags: Mapping[str, str]) -> AutocastLists:
 @cache
 def lists_of(lower_file: str | None, float32_file: str | None) -> AutocastLists:
     """As the bridge has them (hpu_ops/autocast_helpers.h): the default ones, or those of the files of its flags."""
-    lowered = functions(names(lower_file, LOWER))
-    float32 = functions(names(float32_file, FLOAT32))
+    lowered = functions(names(lower_file, "autocast_lower"))
+    float32 = functions(names(float32_file, "autocast_float32"))
     return AutocastLists(lowered, lowered & functions(LOWER_FIRST), float32 - lowered)
 
 
-def names(file: str | None, default: Iterable[str]) -> Iterable[str]:
+def names(file: str | None, default: str) -> Iterable[str]:
     """A file's, or the default ones if there is none to read."""
     if file and Path(file).is_file():
         return Path(file).read_text(encoding="utf-8").split()
     if file:
         warnings.warn(f"no {file} to read: autocast has its default list", stacklevel=2)
-    return default
+    return listed(default)
 
 
 def functions(names: Iterable[str]) -> frozenset[Callable[..., Any]]:

@@ -22,7 +22,7 @@ from gaudi_emulator.ops import RANDOM
 from gaudi_emulator.releases import ROOT, EmulatorError
 from gaudi_emulator.tensor import DEVICE, HPU, META, Args, Func, HPUTensor, Kwargs, is_hpu, mapped
 
-Handler = Callable[[Device, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+Handler = Callable[[Device, Func, Args, Kwargs], Any]
 
 
 class Functions(TorchFunctionMode):
@@ -61,11 +61,7 @@ class Operators(TorchDispatchMode):
         self.card = device
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         kwargs = kwargs or {}
         goal = kwargs.get("device")
@@ -208,11 +204,12 @@ def make(card: Device, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """`torch.tensor` and `torch.as_tensor`: made on the host, then uploaded."""
     if not is_hpu(kwargs.get("device")):
         return func(*args, **kwargs)
-    if isinstance(args[0], HPUTensor):
-        return args[0].detach().clone() if func is torch.tensor else args[0]
-    learns = kwargs.pop("requires_grad", False)
-    made = card.upload(func(*args, **{**kwargs, "device": torch.device("cpu")}))
-    return made.requires_grad_(learns)
+    source, learns = args[0], kwargs.pop("requires_grad", False)
+    if not isinstance(source, HPUTensor):
+        made = card.upload(func(*args, **{**kwargs, "device": torch.device("cpu")}))
+        return made.requires_grad_(learns)
+    source = source.to(kwargs.get("dtype") or source.dtype)
+    return source.detach().clone().requires_grad_(learns) if func is torch.tensor else source
 
 
 def complex_on_host(card: Device, func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -225,16 +222,11 @@ def complex_on_host(card: Device, func: Func, args: Args, kwargs: Kwargs) -> Any
 
 
 def make_like(card: Device, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """`new_tensor`: made on the host in the tensor's format, then uploaded where it is for the device."""
+    """`new_tensor`: `torch.tensor`, in the tensor's format and on its device unless others are named."""
     like, *rest = args
-    goal = kwargs.get("device")
-    here = isinstance(like, HPUTensor) if goal is None else is_hpu(goal)
-    if not here and not isinstance(like, HPUTensor):
-        return func(*args, **kwargs)
-    kwargs = {"dtype": like.dtype, **kwargs, "device": torch.device("cpu")}
-    learns = kwargs.pop("requires_grad", False)
-    made = torch.tensor(*rest, **kwargs)
-    return (card.upload(made) if here else made).requires_grad_(learns)
+    named = {name: value for name, value in kwargs.items() if value is not None}
+    kwargs = {"dtype": like.dtype, "device": like.device} | named
+    return make(card, torch.tensor, tuple(rest or [kwargs.pop("data")]), kwargs)
 
 
 def set_data(card: Device, func: Func, args: Args, kwargs: Kwargs) -> Any:
