@@ -108,12 +108,12 @@ def falls_back(device: Card, op: Op, args: Args, kwargs: Kwargs) -> str:
         check = None  # a compiled graph's
     if op.packet in release.fallback_checks and check is not None and check(given):
         return "with these arguments"
-    promoted = kwargs.get("dtype") or computed_in(op, given, first)
+    promoted = kwargs.get("dtype") or computed_in(given, first)
     taken = ops.takes(op, promoted, device.lazy, release)
     return "" if taken else f"on {dtype_name(promoted)}"
 
 
-def computed_in(op: Op, given: dict[str, Any], first: Tensor) -> torch.dtype:
+def computed_in(given: dict[str, Any], first: Tensor) -> torch.dtype:
     """The number format that an operator is checked for: two tensors meet in their common one."""
     mine, other = given.get("self", first), given.get("other")  # `where` has a condition first
     if not isinstance(other, (Tensor, *NUMBERS)) or not isinstance(mine, (Tensor, *NUMBERS)):

@@ -33,7 +33,7 @@ from gaudi_emulator.device import Device
 from gaudi_emulator.ops import Op
 from gaudi_emulator.rules import SKIPPED, Site
 from gaudi_emulator.tensor import HPU, META, Args, HPUTensor, Kwargs, autocast_lists, cast, is_hpu
-from gaudi_emulator.torch_calls import across, replaced
+from gaudi_emulator.torch_calls import across, replaced, wrapped
 
 CPU = torch.device("cpu")
 TRACERS: Any = sys.modules.get("torch._functorch._aot_autograd.graph_compile")  # of newer torch
@@ -219,6 +219,13 @@ def cast_calls(card: Device, graph: fx.GraphModule) -> None:
     graph.recompile()
 
 
+def cast_run(real: Any, tracer: Any, node: fx.Node, *given: Any) -> Any:
+    """A call as dynamo tries it to know its result's format, which a program may ask for."""
+    (args, kwargs), rest = given[:2], given[2:]
+    args, kwargs = cast(function_called_by(node), args, kwargs)
+    return real(tracer, node, args, kwargs, *rest)
+
+
 def function_called_by(node: fx.Node) -> Any:
     """The function of torch, or the method of tensors, that a node calls."""
     if node.op == "call_method":
@@ -297,6 +304,7 @@ def tracing(card: Device) -> Iterator[None]:
             if hasattr(TRACERS, TENSORIFY):
                 stack.enter_context(replaced(TRACERS, TENSORIFY, keeping_keywords))
             stack.enter_context(replaced(FakeTensor, "__new__", faking))
+            stack.enter_context(wrapped(torch._dynamo.utils, "run_node", cast_run))
             stack.enter_context(replaced(HPUTensor, "__torch_function__", lambda real: plain))
             stack.enter_context(replaced(card, "traced", lambda before: True))
         yield

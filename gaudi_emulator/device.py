@@ -55,7 +55,9 @@ class Device(Card):
                 if op.packet in checks.INDEX_WRITES and self.recording.write_by_index(target):
                     # Right in lazy mode; the same function under hpu_backend would be a chain.
                     self.findings.hit("H092", f"{op.name}; lazy mode keeps both", "info")
-        seed = self.next_seed(kwargs.get("generator")) if op.random else None
+        if op.random:
+            self.findings.hit("H071")
+        seed = self.draw_seed(kwargs.get("generator")) if op.random else None
         result = self.compute(op, func, raw_args, raw_kwargs, seed)
         if self.lazy:
             self.book(op, args, kwargs)
@@ -168,12 +170,8 @@ class Device(Card):
             )
         self.wait("fallback")
 
-    def next_seed(self, generator: torch.Generator | None = None) -> int:
-        """The seed of one random operator: one draw of the host's generator, or of one that was passed."""
-        self.findings.hit("H071")
-        return self.draw_seed(generator)
-
     def draw_seed(self, generator: torch.Generator | None = None) -> int:
+        """The seed of one random operator: one draw of the host's generator, or of one that was passed."""
         return int(torch.randint(2**31, (), generator=generator or self.generator))
 
     def listen(self) -> None:

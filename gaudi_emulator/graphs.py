@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gaudi_emulator import checks
+from gaudi_emulator import checks, ops
 from gaudi_emulator.card import flag
 from gaudi_emulator.device import Device, current
 from gaudi_emulator.recording import Recording, Run, Slot
@@ -368,18 +368,6 @@ class CachedParams:
     handed_out: list[weakref.ref[HPUTensor]] = field(default_factory=list)
 
 
-def signature(obj: Any) -> Any:
-    """What the key should have held."""
-    if isinstance(obj, Tensor):
-        return ("tensor", obj.dtype, tuple(obj.shape))
-    if isinstance(obj, (dict, UserDict)):
-        return tuple((name, signature(value)) for name, value in obj.items())
-    if isinstance(obj, (list, tuple)):
-        return tuple(signature(item) for item in obj)
-    plain = isinstance(obj, (bool, int, float, str, bytes, type(None)))
-    return (type(obj).__name__, obj if plain else id(obj))
-
-
 class Wrapped:
     """A function whose calls are captured once for each key and replayed after (`wrapped_hpugraph_forward`)."""
 
@@ -440,7 +428,7 @@ class Wrapped:
         outputs = self.func(*inputs[0], **inputs[1])  # no try: an exception leaves the capture open
         made.capture_end()
         # The storages are the first caller's; the objects are not, so that it is known which are still alive.
-        known = CachedParams(mapped(inputs, alias), outputs, made, signature=signature(inputs))
+        known = CachedParams(mapped(inputs, alias), outputs, made, signature=ops.spec(inputs))
         known.callers = [weakref.ref(t) for t in tensors_in(inputs)]
         known.run, known.attributes = run, plain_attributes(self.func)
         assert made.recording is not None
@@ -478,7 +466,7 @@ class Wrapped:
         if warmup:
             device.flush("mark_step")
             return known.graph_outputs
-        if known.signature != signature(inputs):
+        if known.signature != ops.spec(inputs):
             device.findings.hit(
                 "H022", "dtype or type of an argument differs from the capture", "error"
             )

@@ -7,7 +7,8 @@ them and that torch does not compose of others runs on the CPU: inputs down, res
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import UserDict
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any
 
@@ -162,11 +163,15 @@ def written_arguments(op: Op, args: Args, kwargs: Kwargs) -> list[Any]:
 
 
 def spec(value: Any) -> Any:
-    """A constant or a tensor as a recipe key sees it: dtype and shape of tensors, values of the rest."""
+    """Arguments as a graph depends on them: dtype and shape of tensors, values of the rest."""
     if isinstance(value, Tensor):
         return (value.dtype, tuple(value.shape))
     if isinstance(value, (list, tuple)):
         return tuple(spec(item) for item in value)
+    if isinstance(value, (dict, UserDict)):
+        return tuple((name, spec(item)) for name, item in value.items())
+    if is_dataclass(value) and not isinstance(value, type):
+        return (type(value).__name__, *(spec(getattr(value, f.name)) for f in fields(value)))
     return (type(value).__name__, value)
 
 

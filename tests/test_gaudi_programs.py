@@ -527,6 +527,30 @@ def a_wrapped_function_has_a_graph_for_each_key(card: Device) -> None:
     assert set(calls) == {2, 3}
 
 
+@dataclass
+class Metadata:
+    lengths: Tensor
+    heads: int
+
+
+@program("hpu/graphs.py, input_hash: dataclasses go by what they hold", "lazy", finds="")
+def a_dataclass_made_anew_is_the_same_argument(card: Device) -> None:
+    graphed = hpu_module().wrap_in_hpu_graph_func(lambda given: given.lengths * given.heads)
+    for heads in (2, 2, 3):
+        made = graphed(Metadata(torch.ones(2, device="hpu"), heads))
+        assert made.tolist() == [heads] * 2
+    assert card.counts.graphs["captured"] == 2
+
+
+@program("torch.tensor and torch.as_tensor of a tensor, with another format", finds="")
+def a_tensor_made_of_another_has_the_format_that_was_asked_for(card: Device) -> None:
+    x, half = torch.ones(2, device="hpu"), torch.float16
+    copied = torch.tensor(x, dtype=half, device="hpu", requires_grad=True)
+    assert copied.requires_grad
+    for made in (copied, torch.as_tensor(x, dtype=half, device="hpu"), x.new_tensor(x, dtype=half)):
+        assert made.dtype == half and made.is_hpu
+
+
 @program("hpu/graphs.py: graphs are of lazy mode alone from 1.24 on", "eager")
 def graphs_outside_lazy_mode_are_refused(card: Device) -> None:
     hpu = import_module(f"{ROOT}.torch.hpu")
@@ -892,7 +916,7 @@ def a_compiled_function_computes_under_autocast(card: Device) -> None:
     def norm(t: Tensor) -> Tensor:
         with torch.autocast("hpu", dtype=torch.bfloat16):
             logits: Tensor = layer(t)
-        return logits.float().softmax(-1)
+        return logits.float().softmax(-1) * (1 if logits.dtype == torch.bfloat16 else 2)
 
     with torch.no_grad():
         found = compiled(norm)(x.to("hpu"))
