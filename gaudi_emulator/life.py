@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed
 
-import gaudi_emulator
 from gaudi_emulator.device import Device, as_current, current, listening
 from gaudi_emulator.graphs import abandoned_on_error
 from gaudi_emulator.habana import modules
@@ -29,7 +28,7 @@ from gaudi_emulator.releases import (
 )
 from gaudi_emulator.scope import CustomOperators
 from gaudi_emulator.tensor import DEVICE, tensors_in
-from gaudi_emulator.torch_calls import heard, made_on_the_host, overwrites, wrapped
+from gaudi_emulator.torch_calls import heard, overwrites, wrapped
 
 if TYPE_CHECKING:
     from gaudi_emulator.compiler import Compiler
@@ -53,7 +52,6 @@ def emulated(
         card.modules = modules(card)
         stack.enter_context(abandoned_on_error(card))
         show_device_module(card.modules[f"{ROOT}.torch.hpu"])
-        stack.enter_context(made_on_the_host())
         stack.enter_context(overwrites(card))
         stack.enter_context(wrapped(torch, "compile", partial(compile_for, card)))
         stack.enter_context(wrapped(threading.Thread, "start", partial(start, card)))
@@ -114,7 +112,7 @@ def show_device_module(module: ModuleType) -> None:
 
 def load() -> None:
     """An import of `habana_frameworks.torch`: flags are read, then the modules are there."""
-    card = gaudi_emulator.install()
+    card = current()
     if not card.loaded:
         card.load()
         card.modules = modules(card)

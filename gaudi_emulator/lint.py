@@ -220,26 +220,6 @@ def asked_program(args: argparse.Namespace) -> Linted | None:
     return partial(lint_program, words, bool(args.module), lazy, args.timeout)
 
 
-def lint_transformers(args: argparse.Namespace) -> int:
-    """`lint` of a model of transformers, mode by mode."""
-    from gaudi_emulator.transformers_models import lint_model_type
-
-    check_options(args)
-    args.bridge = args.bridge or BOTH
-    profiles = [args.profile] if args.profile else PROFILES
-    if args.format == "json" and len(profiles) > 1:
-        raise EmulatorError(
-            "--format json is of one mode", hint="--profile lazy, --profile compile"
-        )
-    codes = []
-    for profile in profiles:
-        if args.format == "text":
-            print(f"{args.transformers}, {profile} mode", flush=True)
-        linted = partial(lint_model_type, args.transformers, profile == "lazy", args.timeout)
-        codes.append(lint(linted, args))
-    return max(codes)
-
-
 def refuses(finding: Finding) -> bool:
     """Whether `--strict` does: an error, or a warning that means a compilation an input."""
     recompiling = finding.rule.id in RECOMPILING and finding.severity == "warn"
@@ -270,17 +250,3 @@ def lint(linted: Linted, args: argparse.Namespace) -> int:
         hint = "is the device of its tensors hpu, and is habana_frameworks.torch imported?"
         raise EmulatorError("nothing ran on hpu", "so nothing was checked", hint)
     return 1 if died or (args.strict and refused) else 0
-
-
-def main(argv: Sequence[str]) -> int:
-    """`gaudi-emulator lint`: 0, 1 if the program died or `--strict` found an error, 2 for bad options."""
-    about = "Run a program on an emulated Gaudi and report violations of its rules."
-    parser = argparse.ArgumentParser("gaudi-emulator lint", description=about)
-    add_options(parser)
-    args = parser.parse_args(argv)
-    if args.transformers:
-        return lint_transformers(args)
-    linted = asked_program(args)
-    if linted is None:
-        parser.error("name a program: FILE.py, or -m MODULE")
-    return lint(linted, args)

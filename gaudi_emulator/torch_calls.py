@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache, wraps
 from typing import Any, NoReturn
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -302,21 +303,12 @@ HANDLERS: dict[Callable[..., Any], Handler] = {
 # torch's own functions
 
 
-@contextmanager
-def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """An attribute made from the real one, put back after; an inherited one is inherited again."""
-    inherited, before = name not in vars(owner), vars(owner).get(name)
-    setattr(owner, name, make(getattr(owner, name)))
-    try:
-        yield
-    finally:
-        if inherited:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
+def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> AbstractContextManager[Any]:
+    """An attribute made from the real one, for a while."""
+    return mock.patch.object(owner, name, make(getattr(owner, name)))
 
 
-def wrapped(owner: Any, name: str, function: Callable[..., Any]) -> AbstractContextManager[None]:
+def wrapped(owner: Any, name: str, function: Callable[..., Any]) -> AbstractContextManager[Any]:
     """A function in the place of another, which it gets before the arguments."""
 
     def make(real: Any) -> Any:
@@ -367,7 +359,12 @@ def overwrites(card: Device) -> Iterator[None]:
         return real(devices, *args, device_type=device_type or DEVICE, **kwargs)
 
     def save(real: Any, obj: Any, *args: Any, **kwargs: Any) -> None:
-        real(mapped(obj, detached_copy), *args, **kwargs)
+        """A checkpoint's tensors are off the device, and out of autograd."""
+
+        def host(tensor: Tensor) -> Tensor:
+            return tensor.detach().cpu() if isinstance(tensor, HPUTensor) else tensor
+
+        real(mapped(obj, host), *args, **kwargs)
 
     def load(real: Any, f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
         here = isinstance(map_location, (str, torch.device)) and is_hpu(map_location)
@@ -429,10 +426,17 @@ def overwrites(card: Device) -> Iterator[None]:
         for name, function in accelerator(card).items():
             if hasattr(torch._C, name):
                 stack.enter_context(wrapped(torch._C, name, function))
-        # A module that moves keeps its parameter objects, so that weights which two modules share stay shared.
-        before = torch.__future__.get_swap_module_params_on_conversion()
-        torch.__future__.set_swap_module_params_on_conversion(True)
-        stack.callback(torch.__future__.set_swap_module_params_on_conversion, before)
+        for state, switch in (
+            # A module that moves keeps its parameter objects, so that weights which two modules share stay shared
+            (
+                torch.__future__.get_swap_module_params_on_conversion,
+                torch.__future__.set_swap_module_params_on_conversion,
+            ),
+            # `torch.tensor` makes its tensor on the host and moves it where tracers, and the emulator, see it
+            (torch._C._only_lift_cpu_tensors, torch._C._set_only_lift_cpu_tensors),
+        ):
+            stack.callback(switch, state())
+            switch(True)
         yield
 
 
@@ -469,24 +473,8 @@ def accelerator(card: Device) -> dict[str, Callable[..., Any]]:
     return known | {"_get_accelerator": known["_accelerator_getAccelerator"]}
 
 
-@contextmanager
-def made_on_the_host() -> Iterator[None]:
-    """`torch.tensor` makes its tensor on the host and moves it where tracers, and the emulator, see it."""
-    before = torch._C._only_lift_cpu_tensors()
-    torch._C._set_only_lift_cpu_tensors(True)
-    try:
-        yield
-    finally:
-        torch._C._set_only_lift_cpu_tensors(before)
-
-
 def any_of_card(values: Iterable[object]) -> bool:
     return any(isinstance(value, HPUTensor) for value in values)
-
-
-def detached_copy(tensor: Tensor) -> Tensor:
-    """A checkpoint's tensor: off the device, and out of autograd."""
-    return tensor.detach().cpu() if isinstance(tensor, HPUTensor) else tensor
 
 
 def restored(values: Tensor, learns: bool, parameter: bool) -> Tensor:

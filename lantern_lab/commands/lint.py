@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from gaudi_emulator.lint import Ended, add_options, asked_program, lint, lint_transformers
+from gaudi_emulator.__main__ import lint_transformers
+from gaudi_emulator.lint import Ended, add_options, asked_program, lint
 from gaudi_emulator.releases import EmulatorError
 from lantern_hpu.commands.options import Parser, add_fields, from_args
 from lantern_hpu.errors import OptionError, exit_code
