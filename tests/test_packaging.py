@@ -224,3 +224,6 @@ def test_the_emulators_own_wheel_is_what_the_product_has_of_it(project: dict[str
     assert alone["project"]["entry-points"] == project["project"]["entry-points"]
     data, of_product = (p["tool"]["setuptools"]["package-data"] for p in (alone, project))
     assert data["gaudi_emulator"] == of_product["gaudi_emulator"]
+    folder = ROOT / "gaudi_emulator"
+    carried = {file for pattern in data["gaudi_emulator"] for file in folder.glob(pattern)}
+    assert {file for kind in ("*.json", "*.txt") for file in folder.rglob(kind)} <= carried
