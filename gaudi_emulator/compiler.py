@@ -175,7 +175,11 @@ class Compiler:
 
 def is_full(function: Callable[..., Any]) -> bool:
     """Whether dynamo has compiled a function as often as it may."""
-    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    owner = getattr(function, "__self__", None)
+    function = getattr(function, "__func__", function)
+    if function is nn.Module._call_impl:  # of `module.compile()`
+        function = type(owner).forward
+    code = getattr(function, "__code__", None)
     return code is not None and len(compiled_of(code)) >= config.recompile_limit
 
 

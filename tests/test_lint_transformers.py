@@ -142,18 +142,36 @@ def test_grouped_products_read_their_sizes_and_are_the_cpus() -> None:
             assert "H010" in {f.rule.id for f in card.findings.sorted()}
 
 
-def test_function_that_is_compiled_no_more_runs_operator_by_operator() -> None:
-    class State:
-        turns = 0
+class Counting(torch.nn.Module):
+    """Adds how often it has run, a Python number."""
 
-    state = State()
+    turns = 0
+
+    def forward(self, x: Any) -> Any:
+        turns = torch.tensor(float(self.turns), device=x.device)
+        return x + torch.where(x > 0, turns, 0.0)
+
+
+@pytest.mark.parametrize("what", ["function", "method", "module", "module in place"])
+def test_what_is_compiled_no_more_runs_operator_by_operator(what: str) -> None:
+    module = Counting()
+    options: dict[str, Any] = {"backend": "hpu_backend", "dynamic": False}
     with emulate("1.24", lazy=False) as card:
-
-        @torch.compile(backend="hpu_backend", dynamic=False)
-        def step(x: Any) -> Any:
-            return x + torch.full((), state.turns, device=x.device)
-
+        run: Any = module
+        if what == "module in place":
+            module.compile(**options)
+        else:
+            known = {"function": lambda x: Counting.forward(module, x), "method": module.forward}
+            run = torch.compile(known.get(what, module), **options)
         for turn in range(11):
-            state.turns = turn
-            assert step(torch.ones(2, device="hpu")).tolist() == [1 + turn] * 2
+            module.turns = turn
+            assert run(torch.ones(2, device="hpu")).tolist() == [1 + turn] * 2
         assert "H023" in {f.rule.id for f in card.findings.sorted()}
+
+
+def test_only_rounding_is_no_divergence() -> None:
+    logits = torch.tensor([[0.5, 0.25, 0.0, torch.finfo(torch.bfloat16).min]]).bfloat16()
+    models.check_logits(logits + torch.tensor([[0.0, 0.004, -0.004, 0.0]]).bfloat16(), logits)
+    for wrong in ([0.5, 0.25, 0.02, -3e38], [0.5, 0.25, 0.0, 0.1], [0.5, float("nan"), 0, -3e38]):
+        with pytest.raises(AssertionError, match="of the largest"):
+            models.check_logits(torch.tensor([wrong]).bfloat16(), logits)
