@@ -175,7 +175,7 @@ class Compiler:
 
 def is_full(function: Callable[..., Any]) -> bool:
     """Whether dynamo has compiled a function as often as it may."""
-    owner = getattr(function, "__self__", None)
+    owner: Any = getattr(function, "__self__", None)
     function = getattr(function, "__func__", function)
     if function is nn.Module._call_impl:  # of `module.compile()`
         function = type(owner).forward
