@@ -50,7 +50,13 @@ def test_cheapest_model_has_the_findings_of_the_page() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "profile"),
-    [("mistral", "lazy"), ("mixtral", "lazy"), ("t5", "lazy"), ("t5", "compile")],
+    [
+        ("mistral", "lazy"),
+        ("mistral", "compile"),
+        ("mixtral", "lazy"),
+        ("t5", "lazy"),
+        ("t5", "compile"),
+    ],
 )
 def test_rows_of_the_page_are_made_again(model_type: str, profile: str) -> None:
     for release in ("1.19", "1.24"):
