@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
+from scipy.stats import chi2
 from torch import Tensor, nn
 
 from lantern_hpu.core import Request, Sampling
@@ -35,6 +36,7 @@ JANUS, HUB_JANUS, LUMINA = "janus-pro", "janus-pro-hub", "lumina-mgpt"
 ANOLE, SWIN = "anole", "a Chameleon with norms behind its parts"
 EMU3, AUTHORS_EMU3 = "emu3", "emu3-authors"
 EMU35_IMAGE, U0 = "emu3.5-image", "u0-4b"
+LEAST = 40.0  # draws expected of a class
 Rows = tuple[list[int], list[int]]  # ids with a prompt, and without
 PROMPTS = ("a red apple on the tree", "dog", "the photo of a green house and a blue sky, " * 3)
 
@@ -100,6 +102,48 @@ def guided_rows(
         hidden = run(input_ids=torch.tensor([row + image[:-1]])).last_hidden_state
         found.append(head(hidden[0, len(row) - 1 :]))
     return found[1] + scale * (found[0] - found[1])
+
+
+def reference_order(logits: Tensor, sampling: Sampling) -> Tensor:
+    """transformers' own: temperature, top-k, then top-p of what that leaves. -> probs [n, V]"""
+    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    none = torch.zeros(len(logits), 1, dtype=torch.long)
+    scores = logits
+    for warper in (
+        TemperatureLogitsWarper(sampling.temperature),
+        TopKLogitsWarper(sampling.top_k),
+        TopPLogitsWarper(sampling.top_p),
+    ):
+        scores = warper(none, scores)
+    return scores.softmax(-1)
+
+
+def p_value(probs: Tensor, tokens: Tensor) -> float:
+    """By chi-square over the rank of each token among the probs of its place.
+
+    Neighbouring ranks are one class until it is expected often enough; what no place expects is part of the last.
+
+    Args:
+        probs: [n, V]. tokens: [n].
+    """
+    ordered = probs.double().sort(descending=True)
+    ranks = (ordered.indices == tokens[:, None]).int().argmax(1)  # [n]
+    expected = ordered.values.sum(0).tolist()
+    observed = torch.bincount(ranks, minlength=len(expected)).tolist()
+    classes = [[0.0, 0.0]]
+    for want, got in zip(expected, observed, strict=True):
+        if classes[-1][0] >= LEAST:
+            classes.append([0.0, 0.0])
+        classes[-1][0] += want
+        classes[-1][1] += got
+    if classes[-1][0] < LEAST:
+        want, got = classes.pop()
+        classes[-1][0] += want
+        classes[-1][1] += got
+    assert len(classes) > 3
+    distance = sum((got - want) ** 2 / want for want, got in classes)
+    return float(chi2.sf(distance, len(classes) - 1))
 
 
 def obeys(logits: Tensor, columns: int, end: int | None, codes: slice) -> Tensor:

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from scipy.stats import chi2_contingency
 from torch import Tensor
 
 from lantern_hpu.bridges.transformers import generate, generate_janus
 from lantern_hpu.core import Sampling
 from lantern_hpu.errors import LanternError
 from tests import published
-from tests.test_bridge_diffusers import painted
-from tests.test_glm_image import inputs_of, p_value, reference, reference_order
+from tests.marks import mostly_slow
+from tests.published import p_value, reference_order
 
-pytest.importorskip("transformers.models.glm_image")
+pytest.importorskip("transformers")
 
 ROOT = Path(__file__).parent.parent
 METHOD = "scd@4"
@@ -58,6 +60,10 @@ def emu3(public: Path) -> tuple[Any, dict[str, Any]]:
 
 @cache
 def glm(public: Path) -> tuple[Any, dict[str, Any]]:
+    pytest.importorskip("transformers.models.glm_image")  # of 5.0
+    from tests.test_bridge_diffusers import painted
+    from tests.test_glm_image import inputs_of, reference
+
     model, processor = reference(public / "glm-image")
     pictures = [[painted(64, 96)], [painted(96, 64)]]
     inputs = inputs_of(processor, PROMPTS, (2, 3), pictures)
@@ -71,6 +77,19 @@ def janus(public: Path) -> tuple[Any, dict[str, Any]]:
     model = published.janus(folder)
     model.generation_config.generation_kwargs = {"boi_token_id": 100016}
     return model, padded([published.their_janus(folder).rows(p)[0] for p in PROMPTS], 100015)
+
+
+@cache
+def glm_of_words(
+    public: Path, prompts: Sequence[str] = PROMPTS[:1] * 128
+) -> tuple[Any, dict[str, Any]]:
+    """Of prompts without pictures."""
+    model, call = glm(public)
+    from tests.test_glm_image import inputs_of, reference
+
+    _, processor = reference(public / "glm-image")
+    inputs = inputs_of(processor, prompts, (2, 3))
+    return model, {name: call[name] for name in ("max_new_tokens", "suppress_tokens")} | {**inputs}
 
 
 def theirs(model: Any, call: dict[str, Any], **how: Any) -> Any:
@@ -109,46 +128,145 @@ def test_greedy_tokens_are_those_of_transformers(
     assert torch.equal(whole.sequences, want) and whole.scores is None
 
 
-@pytest.mark.slow
-@torch.no_grad()
-def test_greedy_tokens_of_anole_are_transformers_own(public: Path) -> None:
-    """By one pass of its class, whose `generate` forbids image tokens; guidance subtracts a prompt's last token."""
-    folder = public / published.ANOLE
-    stack = published.their_anole(folder)
+@cache
+def anole(public: Path) -> tuple[Any, published.Rows]:
+    """The model, and a prompt's row with the one that guidance takes away: its last token."""
     from transformers import ChameleonForConditionalGeneration
 
-    model: Any = ChameleonForConditionalGeneration.from_pretrained(
-        folder, dtype=torch.float32
-    ).eval()
-    row = stack.rows(PROMPTS[0])[0]
-    got = model.generate(
-        torch.tensor([row]), max_new_tokens=1025, do_sample=False, guidance_scale=2.0,
-        custom_generate=generate, method=METHOD,
-    )[0, len(row) :].tolist()  # fmt: skip
+    folder = public / published.ANOLE
+    model: Any = ChameleonForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+    row = published.their_anole(folder).rows(PROMPTS[0])[0]
+    return model.eval(), (row, row[-1:])
+
+
+def image_of_anole(public: Path, **how: Any) -> tuple[list[int], Tensor]:
+    """Tokens [1025] drawn here, and guided logits [1024, codes] by one pass of its class."""
+    model, rows = anole(public)
+    call: dict[str, Any] = {"max_new_tokens": 1025, "custom_generate": generate, "method": METHOD}
+    ids = torch.tensor(rows[:1])
+    image = model.generate(ids, **call, **how)[0, len(rows[0]) :].tolist()
+    scale = how["guidance_scale"]
+    logits = published.guided_rows(model.model, model.lm_head, rows, image[:-1], scale)
+    return image, logits[:, 4:8196]
+
+
+@pytest.mark.slow
+def test_greedy_tokens_of_anole_are_transformers_own(public: Path) -> None:
+    """By one pass of its class, whose `generate` forbids image tokens."""
+    got, logits = image_of_anole(public, do_sample=False, guidance_scale=2.0)
     assert len(got) == 1025 and got[-1] == 8196
-    logits = published.guided_rows(stack.run, stack.head, (row, row[-1:]), got[:-1], 2.0)
-    assert torch.equal(logits[:, 4:8196].argmax(-1) + 4, torch.tensor(got[:-1]))
+    assert torch.equal(logits.argmax(-1) + 4, torch.tensor(got[:-1]))
 
 
-@torch.no_grad()
-def test_sampled_tokens_are_distributed_as_transformers_draws_them(public: Path) -> None:
-    """By chi-square over the tokens of eight images, given all that precedes each; seeds follow torch's generator."""
+SETTINGS = Sampling(1.5, 2.0, 40, 0.95)
+SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 2.0, "top_k": 40, "top_p": 0.95}
+GUIDED: dict[str, Any] = {"guidance_scale": 1.5}
+Places = tuple[Tensor, Tensor]  # codes [n] drawn here, and transformers' logits [n, codes] of them
+
+
+def places_of_anole(public: Path) -> Places:
+    image, logits = image_of_anole(public, **SAMPLED, **GUIDED)
+    return torch.tensor(image[:-1]) - 4, logits
+
+
+def places_of_janus(public: Path) -> Places:
+    """Of eight images."""
     model, call = janus(public)
-    settings = Sampling(1.5, 2.0, 40, 0.95)
-    drawn = [
-        ours(model, call, do_sample=True, temperature=2.0, top_k=40, top_p=0.95, guidance_scale=1.5,
-             num_return_sequences=4, generation_mode="image")
-        for _ in map(torch.manual_seed, (3, 3, 4))
-    ]  # fmt: skip
-    assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
+    how = {"num_return_sequences": 4, "generation_mode": "image"}
+    drawn = ours(model, call, **SAMPLED, **GUIDED, **how)
     stack = published.their_janus(public / published.HUB_JANUS)
     logits = []
-    for i, tokens in enumerate(drawn[0]):
+    for i, tokens in enumerate(drawn):
         rows = stack.rows(PROMPTS[i // 4])
         image = (tokens + stack.codes.start).tolist()
         logits.append(published.guided_rows(stack.run, stack.head, rows, image, 1.5))
-    probs = reference_order(torch.cat(logits)[:, stack.codes], settings)
-    assert p_value(probs, drawn[0].flatten()) > 1e-3
+    return drawn.flatten(), torch.cat(logits)[:, stack.codes]
+
+
+def places_of_emu3(public: Path) -> Places:
+    """Of 32 images, but for the ends of their rows."""
+    model, call = emu3(public)
+    drawn = ours(model, call | GUIDED, **SAMPLED, num_return_sequences=16)
+    height, width = EMU3_SIZE
+    inside = torch.arange(height * (width + 1)) % (width + 1) != width
+    negative = call["negative_prompt_ids"][0].tolist()
+    codes, logits = [], []
+    for i, row in enumerate(drawn):
+        prompt, mask = call["input_ids"][i // 16], call["attention_mask"][i // 16].bool()
+        image = row[len(prompt) :][: len(inside)]
+        rows = (prompt[mask].tolist(), negative)
+        stack = model.model.text_model
+        guided = published.guided_rows(stack, model.lm_head, rows, image.tolist(), 1.5)
+        logits.append(guided[inside, 151854:184622])
+        codes.append(image[inside] - 151854)
+    return torch.cat(codes), torch.cat(logits)
+
+
+def places_of_glm(public: Path) -> Places:
+    """Of 128 images of six codes."""
+    model, call = glm_of_words(public)
+    drawn = ours(model, call, **SAMPLED)[:, call["input_ids"].shape[1] :]
+    from tests.test_glm_image import their_logits
+
+    return drawn.flatten(), their_logits(model, call, drawn)[..., :64].flatten(0, 1)
+
+
+PLACES = [places_of_glm, places_of_anole, places_of_emu3, places_of_janus]
+
+
+@pytest.mark.parametrize("family", mostly_slow(PLACES, places_of_janus))
+@torch.no_grad()
+def test_sampled_tokens_are_distributed_as_transformers_draws_them(
+    public: Path, family: Callable[[Path], Places]
+) -> None:
+    """By chi-square, given all that precedes each token, by one pass; seeds follow torch's generator."""
+    (codes, logits), (again, _), (others, _) = (
+        family(public) for _ in map(torch.manual_seed, (3, 3, 4))
+    )
+    assert torch.equal(codes, again) and not torch.equal(codes, others)
+    assert p_value(reference_order(logits, SETTINGS), codes) > 1e-3
+    assert p_value(reference_order(logits, Sampling(1.5, 1.4, 40, 0.95)), codes) < 1e-3
+
+
+def first_codes(drawn: Tensor, call: dict[str, Any], mode: dict[str, Any]) -> list[tuple[int, ...]]:
+    """The first two codes of each image; an output of Janus has no prompt."""
+    length = 0 if mode else call["input_ids"].shape[1]
+    return [tuple(row) for row in drawn[:, length : length + 2].tolist()]
+
+
+def same_p_value(ones: Sequence[Any], others: Sequence[Any]) -> float:
+    """By chi-square, that two samples are of one distribution; rare values are one class."""
+    counts = Counter(ones), Counter(others)
+    often = [value for value, count in Counter([*ones, *others]).items() if count >= 10]
+    table = [[count[value] for value in often] for count in counts]
+    table = [[*row, len(ones) - sum(row)] for row in table]
+    kept = [column for column in zip(*table, strict=True) if sum(column)]
+    assert len(kept) > 3
+    return float(chi2_contingency(kept).pvalue)
+
+
+def many(call: dict[str, Any], count: int) -> dict[str, Any]:
+    """Its first prompt so often."""
+    tensors = {name: value for name, value in call.items() if isinstance(value, Tensor)}
+    return call | {name: value[:1].repeat(count, 1) for name, value in tensors.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "mode"), [(glm_of_words, {}), *FAMILIES[1:]])
+@torch.no_grad()
+def test_first_codes_are_distributed_as_generate_of_transformers_draws_them(
+    public: Path, family: Callable[[Path], Any], mode: dict[str, Any]
+) -> None:
+    """By chi-square of two samples, where transformers can be restricted to codes."""
+    model, call = family(public)
+    if len(call["input_ids"]) < 128:
+        call = many(call, 128)
+    how = {"do_sample": True, "temperature": 2.0, "top_k": 4, "top_p": 0.9, **mode}
+    torch.manual_seed(3)
+    short = {} if mode else {"max_new_tokens": 2}
+    want = first_codes(theirs(model, call, **how, **short), call, mode)
+    got = first_codes(ours(model, call, **how, batch_size=32), call, mode)
+    assert same_p_value(got, want) > 1e-3
 
 
 @torch.no_grad()
@@ -193,6 +311,14 @@ def test_generators_and_copies_of_a_prompt(public: Path) -> None:
         draw(generator=seeds[:2])
 
 
+def test_copies_of_glm_image_are_its_prompts_repeated(public: Path) -> None:
+    seeds = [torch.Generator().manual_seed(seed) for seed in (1, 2, 3, 4)]
+    model, call = glm_of_words(public, PROMPTS)
+    _, repeated = glm_of_words(public, tuple(prompt for prompt in PROMPTS for _ in range(2)))
+    got = ours(model, call, do_sample=True, generator=seeds, num_return_sequences=2)
+    assert torch.equal(got, ours(model, repeated, do_sample=True, generator=seeds))
+
+
 REFUSED: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
     "beam_s[a-z]* cannot": (glm, {"num_beams": 2}),
     "RepetitionPenalty": (glm, {"repetition_penalty": 1.2}),
@@ -234,12 +360,14 @@ SMALL = {  # models of the page are large, and so are its images
 
 
 @pytest.mark.parametrize("number", range(len(BLOCKS)))
-def test_blocks_of_the_page_run(
+def test_blocks_of_the_page_run_and_change_four_lines_at_most(
     public: Path, number: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path))
     folder = public / "glm-image"
-    lines = [line[1:] for line in BLOCKS[number].splitlines() if line[:1] != "-"]
+    block = BLOCKS[number].splitlines()
+    assert sum(line[:1] in "+-" for line in block if line) <= 4
+    lines = [line[1:] for line in block if line[:1] != "-"]
     code = "\n".join(lines)
     for old, new in SMALL.items():
         code = code.replace(old, new.format(folder=folder))
@@ -256,7 +384,8 @@ def test_blocks_of_the_page_run(
         "folder": str(folder),
         "bridges": str(ROOT / "bridges"),
     }
-    exec("import torch; from diffusers import GlmImagePipeline", names)
-    exec("from lantern_hpu.bridges.diffusers import accelerate", names)
+    if "GlmImagePipeline" in code:
+        exec("import torch; from diffusers import GlmImagePipeline", names)
+        exec("from lantern_hpu.bridges.diffusers import accelerate", names)
     exec(code, names)
     assert names.keys() & {"image", "pipe", "output", "pixels"}

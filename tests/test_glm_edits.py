@@ -32,14 +32,13 @@ from lantern_hpu.zoo.find import find_parts
 from tests import test_glm_image
 from tests.emulated import emulated, rules
 from tests.marks import mostly_slow
+from tests.published import p_value, reference_order
 from tests.test_glm_image import (
     GREEDY,
     PROMPTS,
     opened,
-    p_value,
     pipeline_of,
     reference,
-    reference_order,
 )
 from tests.test_sources import painted
 

@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from scipy.stats import chi2
 from torch import Tensor
 
 from lantern_hpu.commands import generate, pixels
@@ -36,12 +35,12 @@ from lantern_hpu.tree import DraftTree
 from lantern_hpu.zoo.find import find_parts
 from tests.emulated import emulated, rules
 from tests.marks import mostly_slow
+from tests.published import p_value, reference_order
 
 pytest.importorskip("transformers.models.glm_image")
 
 PROMPTS = ("a red apple on the tree", "dog", 'the photo of a green house that says "sky"')
 GRIDS = ((4, 6), (7, 3), (5, 5))
-LEAST = 40.0  # draws expected of a class
 RELAXED = ("scd:lambda=3:k=8@8", "scd:tv=0.2@8", "sjd-pac:lambda=20:k=8@8")
 
 
@@ -268,21 +267,6 @@ def of_top_p(probs: Tensor, mass: float) -> Tensor:
     return kept(probs, keep)
 
 
-def reference_order(logits: Tensor, sampling: Sampling) -> Tensor:
-    """transformers' own: temperature, top-k, then top-p of what that leaves. -> probs [n, V]"""
-    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
-
-    none = torch.zeros(len(logits), 1, dtype=torch.long)
-    scores = logits
-    for warper in (
-        TemperatureLogitsWarper(sampling.temperature),
-        TopKLogitsWarper(sampling.top_k),
-        TopPLogitsWarper(sampling.top_p),
-    ):
-        scores = warper(none, scores)
-    return scores.softmax(-1)
-
-
 def top_p_first(logits: Tensor, sampling: Sampling) -> Tensor:
     probs = (logits / sampling.temperature).softmax(-1)
     return of_top_k(of_top_p(probs, sampling.top_p), sampling.top_k)
@@ -291,33 +275,6 @@ def top_p_first(logits: Tensor, sampling: Sampling) -> Tensor:
 def temperature_last(logits: Tensor, sampling: Sampling) -> Tensor:
     probs = of_top_p(of_top_k(logits.softmax(-1), sampling.top_k), sampling.top_p)
     return (probs.log() / sampling.temperature).softmax(-1)
-
-
-def p_value(probs: Tensor, tokens: Tensor) -> float:
-    """By chi-square over the rank of each token among the probs of its place.
-
-    Neighbouring ranks are one class until it is expected often enough; what no place expects is part of the last.
-
-    Args:
-        probs: [n, V]. tokens: [n].
-    """
-    ordered = probs.double().sort(descending=True)
-    ranks = (ordered.indices == tokens[:, None]).int().argmax(1)  # [n]
-    expected = ordered.values.sum(0).tolist()
-    observed = torch.bincount(ranks, minlength=len(expected)).tolist()
-    classes = [[0.0, 0.0]]
-    for want, got in zip(expected, observed, strict=True):
-        if classes[-1][0] >= LEAST:
-            classes.append([0.0, 0.0])
-        classes[-1][0] += want
-        classes[-1][1] += got
-    if classes[-1][0] < LEAST:
-        want, got = classes.pop()
-        classes[-1][0] += want
-        classes[-1][1] += got
-    assert len(classes) > 3
-    distance = sum((got - want) ** 2 / want for want, got in classes)
-    return float(chi2.sf(distance, len(classes) - 1))
 
 
 @cache

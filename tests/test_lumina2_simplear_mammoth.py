@@ -40,6 +40,7 @@ from tests.published import (
     mammoth_rows,
     obeys,
     opened,
+    p_value,
     pipeline_of,
     simplear,
     simplear_rows,
@@ -353,8 +354,6 @@ def test_saved_states_are_those_of_a_patched_qwen2(
 def test_tokens_are_distributed_as_a_patched_qwen2_draws_them(
     public: Path, theirs: Theirs, method: str
 ) -> None:
-    from tests.test_glm_image import p_value
-
     sampling, texts = Sampling(2.0, 3.0, 20), [f"{PROMPTS[i % 3]} {i}" for i in range(24)]
     pipeline = pipeline_of(public / MAMMOTH)
     requests = [Request(text, i, sampling, size=(96, 128)) for i, text in enumerate(texts)]

@@ -280,27 +280,27 @@ def glm_prompts(
     pixels: Any = given.get("pixel_values")
     if (grids := given.get("image_grid_thw")) is None:
         raise OptionError("image_grid_thw is missing", "it says the size", "the processor's inputs")
-    counts = given.get("images_per_sample", torch.tensor([len(grids)]))
-    samples = [part[:, 1:].tolist() for part in grids[::copies].split(counts[::copies].tolist())]
+    grids = grids[::copies]
+    counts = given.get("images_per_sample")
+    own_counts = [len(grids)] if counts is None else counts[::copies].tolist()
+    samples = [part[:, 1:].tolist() for part in grids.split(own_counts)]
     features = (given.get("mm_encoder_outputs") or {}).get("image")
     edits = features is not None or pixels is not None
+    if edits and copies > 1:
+        why = "transformers mixes up the pictures of copies"
+        raise not_honoured("num_return_sequences", why, "the same prompt several times")
     target = samples[0][-1 if edits else 0]
     if any(sample[-1 if edits else 0] != target for sample in samples):
         raise not_honoured("image_grid_thw", "images of one call have one size", "a call for each")
     if edits:
         own = [[tuple(grid) for grid in sample[:-1]] for sample in samples]
         places = torch.tensor([[1, *grid] for part in own for grid in part], device=ids.device)
-        if features is not None and copies > 1:
-            why = "transformers loses what it made of the pictures"
-            raise not_honoured("num_return_sequences", why, "the same prompt several times")
         if features is None:
-            features = model.get_image_features(pixels[::copies], places)
+            features = model.get_image_features(pixels, places)
         parts = features.pooler_output  # [h w, C] each, or [C, h, w] in later releases
         found = model.get_image_tokens(parts if parts[0].dim() == 3 else torch.cat(parts), places)
         codes = iter(found.flatten().tolist())
-        pairs = zip(rows[::copies], own, strict=True)
-        framed = [with_codes(row.ids, grids, codes) for row, grids in pairs]
-        rows = [row for row in framed for _ in range(copies)]
+        rows = [with_codes(row.ids, sizes, codes) for row, sizes in zip(rows, own, strict=True)]
     return rows, (32 * target[0], 32 * target[1])
 
 
