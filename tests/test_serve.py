@@ -598,6 +598,7 @@ BAD_VALUES: dict[str, list[Any]] = {
     "temperature": [50, -1, float("nan"), 10**400],
     "top_k": [-1, 5, 10**9, 2**40],
     "top_p": [2, 0, 0.5, 7, 1e-46],
+    "logprobs": [True, "yes", 1],
 }  # fmt: skip
 
 

@@ -231,7 +231,8 @@ class ImageModel:
             hint = words(Arg("height"), "and", Arg("width"), "for all, or a call for each size")
             raise OptionError(f"these would be pictures of {len(sizes)} sizes", why, hint)
         config = self.sized(sizes.pop())
-        check_sources(self.config, self.name, max(len(r.sources) for r in requests))
+        if pictures := max(len(r.sources) for r in requests):
+            check_sources(self.config, self.name, pictures)
         sourced = {bool(self.condition.grids(request)) for request in requests}
         if len(sourced) > 1:
             why = "of a batch all images have pictures to draw from, or none has"
