@@ -25,7 +25,7 @@ from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.results.images import encode
 from lantern_hpu.serve import edits, protocol, sglang
 from lantern_hpu.serve.decoder import DecodeThread
-from lantern_hpu.serve.edits import BODY_SECONDS, CLOSED, AllowedBody, Body
+from lantern_hpu.serve.edits import BODY_SECONDS, CLOSED, FORM, AllowedBody, Body, media_type
 from lantern_hpu.serve.options import MAX_BODY, PREFIX, ServeOptions
 from lantern_hpu.serve.protocol import ApiError, ParsedRequest, check_name, read_call
 from lantern_hpu.serve.queue import Done, Event, Job, Partial
@@ -44,7 +44,7 @@ with needing("fastapi", "the server is built on it", "serve"):
 
 HERE = Path(__file__).parent
 IMAGES, EDITS, FILES = "/v1/images/generations", "/v1/images/edits", "/v1/images/files/"
-JSON, FORM = "application/json", "multipart/form-data"
+JSON = "application/json"
 SCHEMAS = "#/components/schemas/{model}"
 PROBES = ("/livez", "/readyz", "/health")
 # How clients write what stands before a place: without /v1, with it twice, or as Azure has it
@@ -368,7 +368,7 @@ def check_media_type(scope: Scope, headers: Headers, kinds: Sequence[str]) -> No
     What is not JSON a browser sends to any host without asking it first: a form has to come from our own page, or
     from no page.
     """
-    sent = headers.get("content-type", "").partition(";")[0].strip().lower()
+    sent = media_type(headers)
     coding = headers.get("content-encoding", "identity").strip().lower()
     if coding != "identity":
         what = f"Content-Encoding is {coding[:60]!r}; send the body as it is"

@@ -47,6 +47,7 @@ with needing("fastapi", "the server is built on it", "serve"):
     from starlette.types import Message, Receive
 
 T = TypeVar("T")
+FORM = "multipart/form-data"
 DISCARDED = 64 * 2**20  # bytes of a body that is too large, read and forgotten
 BODY_SECONDS = 10.0  # in which a body has to arrive
 GZIP = b"\x1f\x8b"  # how such a body begins
@@ -229,9 +230,14 @@ async def client_leaves(request: Request) -> None:
         pass
 
 
+def media_type(headers: Headers) -> str:
+    """What a body is said to be, without its parameters."""
+    return headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
 async def read_fields(request: Request) -> tuple[EditsRequest, list[UploadFile]]:
     """Fields and pictures of a body, be it a form or JSON; the caller closes the files."""
-    if request.headers["content-type"].startswith("multipart/"):
+    if media_type(request.headers) == FORM:
         form = await read_form(request)
         try:
             fields, files = form_parts(form)
