@@ -216,6 +216,11 @@ def test_probs_of_odd_logits(device: str) -> None:
     same_probs(extremes.contiguous(), chosen, False, 3)
     same_probs(-extremes, chosen, False, 0)
     assert (same_probs(flat[..., :1], params(device, [1, 1, 1]), False, 1) == 1).all()
+    broken = flat.clone()
+    broken[:2, 0, 7] = torch.nan  # one such number spoils the row, which is found, and no other
+    for most in (3, 0):
+        got = kernels().probs(broken, chosen, False, most, False, False)
+        assert got.isnan().all(-1).flatten().tolist() == [True, True, False]
 
 
 @on_devices

@@ -498,6 +498,7 @@ def commit_kernel(
     after = tl.minimum(before + taken + 1, last)
     tl.store(added_out + image, tl.maximum(after - before, 1))
     tl.store(before_out + image, before)
+    tl.debug_barrier()  # all threads have read what is written over
     tl.store(count + image, after)
     tl.store(root + image, token)
     tl.store(known + image, after + 1)

@@ -68,7 +68,8 @@ def probs_kernel(
     if TOP_K:
         k = tl.load(top_k + image)
         if k <= most:
-            mass = tl.where(x >= kth_largest(x, k), mass, 0.0)
+            # What is no number stays, and makes all of the row none, as in the plain form.
+            mass = tl.where((x >= kth_largest(x, k)) | (x != x), mass, 0.0)
     tl.store(out + row * V + token, mass / tl.sum(mass, 0), mask=there)
 
 
