@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lantern_hpu.backends import BACKENDS
-from lantern_hpu.backends.base import Candidate
+from lantern_hpu.backends.base import Candidate, outcome
 from lantern_hpu.backends.cuda.backend import CUDABackend
 from lantern_hpu.backends.cuda.forms import CUBLAS, Card, Forms, install
 from lantern_hpu.backends.cuda.kernels import checks, triton_candidates, triton_kernels
@@ -784,6 +784,49 @@ def test_commit_leaves_the_state_that_the_plain_one_leaves(
         assert torch.equal(got, wanted[key]) or bool(got.isnan().any()), key
     assert bool((states[1].spoiled > 0).all()) != healthy
     assert bool((states[1].count == 15).any())
+
+
+def deep_commit(drafts: int, images: int = 2) -> tuple[Any, ...]:
+    """Arguments of a commit of a chain whose drafts are all accepted."""
+    nodes, last = drafts + 1, 5 * drafts
+
+    def none(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int32)
+
+    node = torch.arange(nodes, dtype=torch.int32)
+    paths = torch.minimum(node[None, :], node[:, None]).expand(images, -1, -1)
+    tokens = (100 + node).expand(images, -1).contiguous()
+    shapes = [(images * (last + nodes + 1),), *[(images,)] * 4, (images, drafts)]
+    shapes += [(images,), (images,), (images, drafts), (images, drafts)]
+    state = tuple(none(*shape) for shape in shapes)
+    judged = none(images, drafts).bool(), torch.ones(images, nodes, 7)
+    walked = none(images) + drafts, none(images) + 999, *judged
+    depth = node.expand(images, -1)
+    return (*walked, paths, depth, tokens, state, 2, last, 2 + last + 3 * nodes)
+
+
+@pytest.mark.parametrize(
+    "name",
+    mostly_slow(["commit", "add_norm", "rotate_into", "attend", "walk", "traverse"], "commit"),
+)
+@on_devices
+def test_no_bit_depends_on_which_warp_is_ahead(device: str, name: str) -> None:
+    if device != "cpu":
+        pytest.skip("the interpreter's warps wait for each other")
+    from tests.warps import FIRST_AHEAD, LAST_AHEAD, warps_apart
+
+    kernel, calls = getattr(kernels(), name), [deep_commit(32), deep_commit(96)]
+    if name != "commit":
+        found = checks.kernel_examples(torch.device("cpu"), torch.float32)[name]
+        calls = [call for call, _ in found]
+    for call in calls:
+        want = outcome(kernel, call)
+        for order in (FIRST_AHEAD, LAST_AHEAD):
+            with warps_apart(order):
+                assert all(map(torch.equal, outcome(kernel, call), want)), order
+    if name == "commit":  # what the barriers are for is seen without them
+        with warps_apart(FIRST_AHEAD, barriers=False):
+            assert not all(map(torch.equal, outcome(kernel, calls[-1]), want))
 
 
 @pytest.mark.slow
