@@ -85,7 +85,7 @@ BACKENDS = {
 }
 HOST = "cpu"  # the processor itself
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}  # of a number
-QUANTIZED = ("int8",)  # smaller formats for the matrices of target and drafter
+QUANTIZED = ("int8", "int4")  # smaller formats for the matrices of target and drafter
 LARGE_PARAMETERS = 10**8  # of a target whose steps take a processor long
 DEVICE_VARIABLE = "LANTERN_HPU_DEVICE"  # the variable that names the device which `auto` is
 
@@ -110,7 +110,9 @@ class DeviceOptions:
         "auto", f"where to keep the text encoder after encoding the prompts: {', '.join(KEEP_TEXT)}"
     )
     quantize: str | None = option(
-        None, "keep the matrices of target and drafter in 8 bits", metavar="int8"
+        None,
+        "keep the matrices of target and drafter in 8 or 4 bits",
+        metavar="|".join(QUANTIZED),
     )
     layout: str = option("auto", f"of the matrices: {LAYOUTS}")
     threads: int = option(0, "CPU threads; 0 selects the fastest number", metavar="N")

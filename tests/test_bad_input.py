@@ -76,7 +76,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "--prompts-file nowhere.txt": "nowhere.txt",
         "--prompt '   '": "empty",
         "--from-png x.png": "exclude each other",
-        "--quantize int4": "int8",
+        "--quantize int2": "int8",
         "--num-images 2 --output one.png": "--grid",
         "--image nowhere.png": "No such file",
         "--image brackets.json": "it is not PNG",
@@ -133,7 +133,7 @@ REFUSED: dict[str, dict[str, str]] = {
     },
     "bench --model MODEL": {
         "--method magic": "unknown method 'magic'",
-        "--quantize int4": "int8",
+        "--quantize int2": "int8",
         "--method ar,ar": "--method names ar twice",
         "--graphs magic": "unknown graph mode 'magic'",
         "--graphs hpu_graph": "does not offer graph mode 'hpu_graph'",

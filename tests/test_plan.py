@@ -417,7 +417,7 @@ def test_int8_is_named_only_where_the_device_offers_it(capsys: pytest.CaptureFix
     on_gaudi = "--device", "hpu", "--memory", "96GB"
     dequantised = planned(capsys, T2I, *on_gaudi, "--quantize", "int8")
     assert dequantised == planned(capsys, T2I, *on_gaudi)
-    not_planned(capsys, T2I, "--memory", "4GB", "--quantize", "int4")
+    not_planned(capsys, T2I, "--memory", "4GB", "--quantize", "int2")
 
 
 def test_a_plan_counts_what_auto_would_load_and_draft_on_the_device(

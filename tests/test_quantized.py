@@ -1,4 +1,4 @@
-"""Matrices of 8 bits: what they are rounded to, folders of them, devices that have none, and images drawn with them."""
+"""Matrices of 8 and 4 bits: what they are rounded to, folders, devices that have none, and images drawn with them."""
 
 from __future__ import annotations
 
@@ -59,12 +59,51 @@ def test_numbers_are_the_nearest_of_their_row() -> None:
     assert bool((error <= 0.5001 * scale[:, None]).all())
 
 
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_numbers_of_4_bits_are_the_nearest_of_their_group(group: int) -> None:
+    """A group of zeros, and one on a side of 0, are among them; the twin unpacks them one by one."""
+    torch.manual_seed(0)
+    weight = torch.randn(1030, 256) * torch.logspace(-6, 4, 1030)[:, None]  # more than one part
+    weight[7], weight[8, :group] = 0, weight[8, :group].abs() + 1
+    numbers, scale, zero = quantized(weight, group)
+    assert (numbers.dtype, scale.dtype, zero.dtype) == (torch.uint8, torch.float32, torch.uint8)
+    assert zero.amax() <= 15 and not scale[7].any()
+    twin = torch.empty_like(weight)
+    for column in range(256):
+        nibble = (numbers[:, column // 2] >> 4 * (column % 2)) % 16
+        place = column // group
+        twin[:, column] = scale[:, place] * (nibble.float() - zero[:, place].float())
+    found = dequantized(numbers, scale, torch.float32, zero)
+    assert torch.equal(found, twin)
+    assert torch.equal(dequantized(numbers, scale, torch.bfloat16, zero), twin.bfloat16())
+    steps = scale.repeat_interleave(group, 1)
+    assert bool(((found - weight).abs() <= 1.0001 * steps).all())  # the ends, half a step inside
+    assert bool(((found - weight).abs() <= 0.5001 * steps).float().mean() > 0.97)
+
+
+@pytest.mark.parametrize("group", [0, 32])
 @pytest.mark.parametrize("odd", [torch.inf, -torch.inf, torch.nan])
-def test_numbers_that_are_none_are_refused(odd: float) -> None:
-    weight = torch.ones(3, 3)
+def test_numbers_that_are_none_are_refused(odd: float, group: int) -> None:
+    weight = torch.ones(3, 32)
     weight[1, 1] = odd
     with pytest.raises(WeightsError, match="not finite"):
-        quantized(weight)
+        quantized(weight, group)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "form", "group"),
+    [(256, "int8", 0), (256, "int4", 128), (192, "int4", 64), (96, "int4", 32), (80, "int4", 0)],
+)
+def test_a_layer_has_the_largest_group_that_divides_it(inputs: int, form: str, group: int) -> None:
+    """One that none divides has 8 bits; its product is that of its numbers."""
+    torch.manual_seed(0)
+    plain = nn.Linear(inputs, 6)
+    layer = quantized_layer(plain, form)
+    assert (layer.group, layer.bits) == (group, 4 if group else 8)
+    x = torch.randn(3, inputs)
+    weight = layer.dequantized(torch.float32)
+    assert torch.equal(layer(x), nn.functional.linear(x, weight, plain.bias))
+    assert torch.equal(layer.dequantized(torch.float32, torch.tensor([4, 1])), weight[[4, 1]])
 
 
 def loaded(folder: Path, dtype: torch.dtype = torch.float32, **how: Any) -> ImageModel:
@@ -75,15 +114,18 @@ def small_layers(module: nn.Module) -> dict[str, QuantizedLinear]:
     return {n: m for n, m in module.named_modules() if isinstance(m, QuantizedLinear)}
 
 
+@pytest.mark.parametrize("form", ["int8", "int4"])
 @pytest.mark.parametrize("family", mostly_slow(FAMILIES, "llamagen-t2i-256", "mammothmoda2"))
-def test_a_folder_holds_what_loading_rounds_to(public: Path, tmp_path: Path, family: str) -> None:
+def test_a_folder_holds_what_loading_rounds_to(
+    public: Path, tmp_path: Path, family: str, form: str
+) -> None:
     """All layers and the head, and no embedding; with the bytes that a plan says."""
     converted = tmp_path / "small"
     text = public / family / "text"
     given = PartOverrides(text=str(text)) if text.exists() else PartOverrides()
-    write_converted(str(public / family), converted, "auto", given, "int8")
-    there, here = loaded(converted), loaded(public / family, quantize="int8")
-    assert there.quantize == here.quantize == "int8"
+    write_converted(str(public / family), converted, "auto", given, form)
+    there, here = loaded(converted), loaded(public / family, quantize=form)
+    assert there.quantize == here.quantize == form
     mine, theirs = there.target.state_dict(), here.target.state_dict()
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
@@ -140,7 +182,8 @@ INT8 = {"format": "int8", "version": 1}
 # What a folder says of its matrices, a change of its tensors, and the complaint
 REFUSED: dict[str, tuple[Any, Callable[[Any], object], str]] = {
     "another version": (INT8 | {"version": 2}, len, "int8 of version 2"),
-    "another format": (INT8 | {"format": "int4"}, len, "int4 of version 1"),
+    "another format": (INT8 | {"format": "int2"}, len, "int2 of version 1"),
+    "4 bits": (INT8 | {"format": "int4"}, len, r"head\.zero"),
     "no version": ("int8", len, "int8 of version None"),
     "nothing": (None, len, "holds torch.int8|unknown"),
     "no scales": (INT8, lambda stored: stored.pop("target.head.scale"), r"head\.scale"),
@@ -174,12 +217,12 @@ def test_a_folder_that_this_version_does_not_write_is_refused(
 def test_formats_that_a_folder_cannot_have_are_refused(
     model: Path, small: Path, tmp_path: Path
 ) -> None:
-    """Matrices of 8 bits would stay as they are; there are none of 4."""
+    """Matrices of 8 bits would stay as they are; there are none of 2."""
     command = ["models", "convert", str(small), str(tmp_path / "again"), "--dtype"]
     assert cli.main([*command, "bfloat16"]) == 2 and not (tmp_path / "again").exists()
     assert cli.main([*command, "auto"]) == 0
-    with pytest.raises(OptionError, match="int4"):
-        convert(str(model), tmp_path / "small", "auto", PartOverrides(), "int4")
+    with pytest.raises(OptionError, match="int8, int4"):
+        convert(str(model), tmp_path / "small", "auto", PartOverrides(), "int2")
 
 
 class NoSmallMatrices(CPUBackend):

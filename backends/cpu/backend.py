@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lantern_hpu.backends import LARGE_PARAMETERS, QUANTIZED, DeviceOptions, DraftingDefaults, host
+from lantern_hpu.backends import LARGE_PARAMETERS, DeviceOptions, DraftingDefaults, host
 from lantern_hpu.backends.base import Backend, DevicePlan, Memory, StepTuner
 from lantern_hpu.backends.cpu import native
 from lantern_hpu.backends.cpu.native.sampling import native_kernels
@@ -239,7 +239,7 @@ class CPUBackend(Backend):
 
     is_host = True
     layouts = LAYOUTS
-    quantized: tuple[str, ...] = QUANTIZED
+    quantized: tuple[str, ...] = ("int8",)
 
     def available(self) -> tuple[bool, str]:
         return True, "every machine has a processor"

@@ -12,7 +12,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from lantern_hpu.backends import QUANTIZED, DeviceOptions, DraftingDefaults
+from lantern_hpu.backends import DeviceOptions, DraftingDefaults
 from lantern_hpu.backends.base import Backend, Candidate, DevicePlan, Memory, Transfers
 from lantern_hpu.backends.cuda import forms
 from lantern_hpu.errors import Arg, DeviceError, shell, words
@@ -90,7 +90,7 @@ class CUDABackend(Backend):
         "eager": "every operator is a launch of its own, which takes longer than most of them run",
     }
 
-    quantized = QUANTIZED
+    quantized = ("int8",)
     transfers = CUDATransfers()
     shares_pool = True
     overlaps = True

@@ -22,7 +22,7 @@ from lantern_hpu.models.files.names import DRAFTER, DRAFTER_WEIGHTS, settings_be
 from lantern_hpu.models.model import ImageModel
 from lantern_hpu.models.text.frames import FRAMES
 from lantern_hpu.models.transformer import Drafter, Target
-from lantern_hpu.ops.quantized import QuantizedLinear, dequantized
+from lantern_hpu.ops.quantized import QuantizedLinear
 
 BLOCK_SIZES = {"t2i": 256, "t2i2": 1024, "c2i": 576}  # `input_type` of their config.json
 EPS = 1e-6
@@ -32,7 +32,7 @@ BUFFERS = ("rotary_emb.inv_freq",)
 # Drafters of other kinds, by a tensor that only they have
 OTHERS = {"EAGLE-3": r"^(midlayer\.|d2t$|t2d$)", "Medusa": r"^(medusa_heads?\.)?\d+\.\d+\."}
 SAMPLED_ROWS = 64  # rows of the embedding compared with the target's
-ROUNDED_TO_INT8 = 0.02  # of a row's length, what 8 bits change at most
+QUANTIZED_BY = {8: 0.02, 4: 0.2}  # of a row's length, what these bits change at most
 ROUNDED = 0.005  # of their length: bfloat16 differs by 0.002 at most, a target tuned for another size by more
 
 
@@ -127,8 +127,7 @@ def check_family(drafter: Drafter, target: Target, path: Path) -> None:
     if isinstance(head, nn.Linear):
         tables.append((head.weight[rows], ROUNDED))
     if isinstance(head, QuantizedLinear):
-        table = dequantized(head.weight[rows], head.scale[rows], mine.dtype)
-        tables.append((table, ROUNDED_TO_INT8))
+        tables.append((head.dequantized(mine.dtype, rows), QUANTIZED_BY[head.bits]))
     for table, rounded in tables:
         if bool((mine[rows].float() - table.float()).norm() <= rounded * table.float().norm()):
             return

@@ -39,7 +39,7 @@ from lantern_hpu.models.files.names import (
     series_of,
     weights_files,
 )
-from lantern_hpu.ops.quantized import QuantizedLinear, in_range
+from lantern_hpu.ops.quantized import QuantizedLinear
 
 SINGLES = ("model.safetensors", "pytorch_model.bin", "decoder.jit")  # in transformers' order
 # Keys under which training frameworks put the weights; of `model` and `ema` LlamaGen's sampler reads the first
@@ -334,6 +334,9 @@ def mistakes(
 ) -> Iterator[str]:
     """What keeps a checkpoint from filling a module: missing, unknown and misshapen tensors, all of them."""
     expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    for name, layer in module.named_modules():
+        if isinstance(layer, QuantizedLinear) and f"{name}.scale" not in recipe:  # made of floats
+            expected[f"{name}.weight"] = layer.out_features, layer.in_features
     used = {name for source in recipe.values() for name in source.names}
     missing = sorted(used - checkpoint.shapes.keys())
     unknown = sorted(
@@ -385,7 +388,7 @@ class Stored:
         recipe: by our names; None where the file uses them. ignored: what the names of tensors that are not
             needed have in them.
         digest: which weights these are; None: their fingerprint.
-        quantized: its matrices are int8 where the module's are, and have their scales with them.
+        quantized: its matrices are as small as the module's are, and have their scales with them.
     """
 
     checkpoint: Checkpoint
@@ -399,7 +402,7 @@ class Stored:
     ) -> str:
         """Fill a module made on `meta`, tensor by tensor; None keeps each tensor's dtype. -> the digest
 
-        Matrices that the module has in 8 bits, and the checkpoint has not, are quantised as they are read.
+        Matrices that the module has in few bits, and the checkpoint has not, are quantised as they are read.
         """
         recipe = self.recipe_of(module)
         wrong = list(mistakes(module, self.checkpoint, recipe, self.ignored))
@@ -409,11 +412,10 @@ class Stored:
             place, _, leaf = name.rpartition(".")
             owner = module.get_submodule(place)
             if isinstance(owner, QuantizedLinear) and leaf != "bias":
-                own = torch.int8 if leaf == "weight" else torch.float32
-                allowed = (own,) if self.quantized else FLOATS
+                allowed = (getattr(owner, leaf).dtype,) if self.quantized else FLOATS
                 tensor = read_source(source, self.checkpoint, device, None, allowed)
-                if self.quantized and not in_range(tensor):
-                    why = f"{name} holds numbers that int8 matrices and their scales do not have"
+                if self.quantized and not owner.allows(leaf, tensor):
+                    why = f"{name} holds numbers that a quantised matrix does not have"
                     raise WeightsError(f"{self.checkpoint.path} is damaged", why, "convert again")
                 owner.take(leaf, tensor)
                 continue
@@ -430,7 +432,8 @@ class Stored:
         made = set[str]()
         if not self.quantized:
             layers = module.named_modules()
-            made = {f"{n}.scale" for n, layer in layers if isinstance(layer, QuantizedLinear)}
+            small = [name for name, layer in layers if isinstance(layer, QuantizedLinear)]
+            made = {f"{name}.{part}" for name in small for part in ("scale", "zero")}
         names = [name for name in module.state_dict() if name not in made]
         return self.recipe or {name: Source.of(name) for name in names}
 

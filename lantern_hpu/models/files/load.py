@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from glob import escape
 from pathlib import Path
 from typing import Any
@@ -143,8 +144,9 @@ class OpenedModel:
             if config.codebook:
                 vectors = nn.Embedding(config.target.codes, config.codebook)
         if quantize := placement.quantize or self.quantize:
+            small = partial(quantized_layer, form=quantize)
             for module in filter(None, (target, drafter)):
-                replace_layers(module, nn.Linear, quantized_layer)
+                replace_layers(module, nn.Linear, small)
         folder = None if framed else self.parts.text or folder_of(self.parts.target)
         condition = make_condition(config.condition, target, folder, placement)
         main = nn.ModuleDict({**condition.parts(), "target": target})
@@ -398,7 +400,7 @@ def target_of(model: ImageModel, weights: Mapping[str, Tensor]) -> tuple[Target,
     with shapes_only():
         target = Target(model.config.target)
     if model.quantize is not None:
-        replace_layers(target, nn.Linear, quantized_layer)
+        replace_layers(target, nn.Linear, partial(quantized_layer, form=model.quantize))
     stored = Stored(Checkpoint(Path("state_dict"), shapes, weights.__getitem__))
     return target, stored.fill(target, model.target.dtype, None)
 
@@ -507,7 +509,7 @@ def model_json(model: ImageModel, files: dict[str, str]) -> dict[str, Any]:
         **({"pixels": str(model.pixels_by.resolve())} if model.pixels_by else {}),
         **({"vision": asdict(config.vision)} if config.vision and VISION in files else {}),
         **({"notes": model.notes} if model.notes else {}),
-        **({"quantized": QUANTIZED_AS} if model.quantize else {}),
+        **({"quantized": QUANTIZED_AS[model.quantize]} if model.quantize else {}),
         "sampling": asdict(model.sampling),
         "fastest": {name: list(value) for name, value in model.fastest.items()},
     }

@@ -31,7 +31,7 @@ SCRIPT = ".jit"  # TorchScript, of which tensors alone are read
 GGUF = ".gguf"
 ADAPTERS = ("adapter_config", "adapter_model", "pytorch_lora_weights")
 # Of our own folders with smaller matrices, in `model.json`
-QUANTIZED_AS = {"format": "int8", "version": 1}
+QUANTIZED_AS = {name: {"format": name, "version": 1} for name in ("int8", "int4")}
 # What quantised copies have in their tensors' names; the first that matches counts
 QUANTISED = {
     "bitsandbytes": r"\.(SCB|absmax|quant_map)$|\.quant_state\.",
@@ -177,14 +177,17 @@ def read_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
 def quantized_in(folder: Path, config: dict[str, Any]) -> str | None:
     """The smaller format of the matrices, by `model.json`; a WeightsError unless it is of this version."""
     found = config.get("quantized")
-    if found is None or found == QUANTIZED_AS:
-        return None if found is None else str(QUANTIZED_AS["format"])
+    if found is None:
+        return None
+    for name, stated in QUANTIZED_AS.items():
+        if found == stated:
+            return name
     stated = found if isinstance(found, dict) else {"format": found}
-    theirs, ours = (
-        f"{x.get('format')} of version {x.get('version')}" for x in (stated, QUANTIZED_AS)
+    theirs, *ours = (
+        f"{x.get('format')} of version {x.get('version')}" for x in (stated, *QUANTIZED_AS.values())
     )
     what = f"{folder} has matrices in the format {theirs}"
-    raise WeightsError(what, f"this version reads {ours}", "convert the model again")
+    raise WeightsError(what, f"this version reads {' and '.join(ours)}", "convert the model again")
 
 
 def check_sums(folder: Path, config: dict[str, Any]) -> None:
