@@ -818,7 +818,7 @@ def test_no_bit_depends_on_which_warp_is_ahead(device: str, name: str) -> None:
     kernel, calls = getattr(kernels(), name), [deep_commit(32), deep_commit(96)]
     if name != "commit":
         found = checks.kernel_examples(torch.device("cpu"), torch.float32)[name]
-        calls = [call for call, _ in found]
+        calls = [tuple(call) for call, _ in found]
     for call in calls:
         want = outcome(kernel, call)
         for order in (FIRST_AHEAD, LAST_AHEAD):
