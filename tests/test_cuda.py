@@ -127,6 +127,9 @@ def card(monkeypatch: pytest.MonkeyPatch, memory: Memory) -> list[str]:
         made.recorded = lambda: runner.output.copy_(runner.function(runner.state))
 
     class Stream:
+        def __init__(self, priority: int = 0) -> None:
+            self.priority = priority
+
         def wait_stream(self, other: Any) -> None:
             asked.append("wait")
 
@@ -201,6 +204,7 @@ def test_graphs_come_and_go_without_taking_what_others_address(
     elsewhere.close()
     leaving.close()
     assert mine.capture_stream in memory.workspaces, "the graph that lives addresses it"
+    assert mine.capture_stream.priority < 0  # timings take streams of the usual one, in turn
     kept.close()
     assert set(memory.pools.values()) == {0}
     recorded(mine)  # the pool's second life is another pool

@@ -18,15 +18,25 @@ from torch import Tensor
 from lantern_hpu.backends.base import get_backend
 from lantern_hpu.backends.cuda import forms
 from lantern_hpu.backends.cuda.backend import CUDABackend, CUDAPlan
-from lantern_hpu.backends.cuda.forms import CUBLAS, AskedProduct, BlockProduct, Forms, products_of
+from lantern_hpu.backends.cuda.forms import (
+    CUBLAS,
+    AskedProduct,
+    BlockProduct,
+    Forms,
+    LinearForm,
+    products_of,
+)
 from lantern_hpu.backends.cuda.kernels.programs import FORMS
 from lantern_hpu.backends.examine import ask
 from lantern_hpu.commands.doctor import describe_device
+from lantern_hpu.decode.requirements import find_model
 from lantern_hpu.files import own_cache
 from lantern_hpu.methods.relaxation import Multiplicative
-from lantern_hpu.models.transformer import Target
+from lantern_hpu.methods.setting import ResolveContext, Setting, resolve
+from lantern_hpu.models.files.names import PartOverrides
+from lantern_hpu.models.transformer import MLPHead, Target
 from lantern_hpu.ops.kernels import PLAIN, product
-from lantern_hpu.ops.quantized import quantized_layer, replace_layers
+from lantern_hpu.ops.quantized import QuantizedLinear, quantized_layer, replace_layers
 from lantern_lab.measure.bench import limits
 from tests.tiny import SMALL_TREE, draw, make_engine, request, spec_for, tiny_config, tiny_models
 
@@ -46,10 +56,14 @@ class Card(forms.Card):
         self.about, self.us = about, us
         self.form = CUBLAS  # the last that multiplied
         self.timed: list[str] = []
+        self.units = True
         self.spoiled: dict[str, Any] = {}
 
     def machine(self) -> dict[str, str]:
         return self.about
+
+    def multiplies_matrices(self) -> bool:
+        return self.units
 
     def waiting(self) -> Any:
         return nullcontext()
@@ -98,7 +112,8 @@ def test_the_faster_form_serves_and_is_remembered(name: str, rows: int, kernel: 
     form, line = chosen(card, rows, name)
     assert FORMS[form].kernel == kernel and rows in FORMS[form].rows
     assert f"{CUBLAS} 6.00 us; {form} 4.00 us" in line
-    offered = [other for other in FORMS if FORMS[other].kernel == kernel]
+    offered = [other for other, how in FORMS.items() if rows in how.rows]
+    assert offered and all(FORMS[other].kernel == kernel for other in offered)
     assert card.timed == [CUBLAS, *offered]
     # Later and in other processes no clock is asked, whatever it would say now
     later = Card(MACHINE, **{kernel: 99.0})
@@ -273,19 +288,76 @@ def test_forms_are_chosen_before_a_recording_and_only_read_in_it() -> None:
     assert len(card.timed) == timed and card.form != CUBLAS
 
 
-def blocks(**sizes: Any) -> Any:
-    return Target(tiny_config(**sizes)).layers
+def target(**sizes: Any) -> Any:
+    return Target(tiny_config(**sizes))
 
 
 def test_what_no_form_fits_is_left_alone() -> None:
-    card, behind, quantized, plain = Card(), blocks(sandwich_norms=True), blocks(), blocks()
-    quantized[0].ffn.down = torch.nn.Identity()
-    laid_out(card, [SimpleNamespace(layers=several) for several in (behind, quantized)])
-    laid_out(card, [SimpleNamespace(layers=plain)], graphs="compile")
-    laid_out(card, [SimpleNamespace(layers=plain)], product=False)  # as with plain kernels
-    assert all(block.fused is None for block in (*behind, *quantized, *plain))
+    card, behind, odd, plain = Card(), target(sandwich_norms=True), target(), target()
+    odd.layers[0].ffn.down = torch.nn.Identity()
+    laid_out(card, [behind, odd])
+    laid_out(card, [plain], graphs="compile")
+    laid_out(card, [plain], product=False)  # as with plain kernels
+    assert all(b.fused is None for one in (behind, odd, plain) for b in one.layers)
+    heads = [isinstance(one.head.forward, LinearForm) for one in (behind, odd, plain)]
+    assert heads == [True, True, False]
     others = torch.nn.ModuleList([torch.nn.Linear(2, 2)])  # of a text encoder, say
     laid_out(card, [SimpleNamespace(layers=others), SimpleNamespace(block=others)])
+    assert not isinstance(others[0].forward, LinearForm)
+
+
+def test_matrices_of_8_bits_outside_of_blocks_have_forms_too() -> None:
+    """A head of two matrices, what a drafter reads, and lower layers: in a step nothing is widened."""
+    models: Any = tiny_models(aux_layers=(0,))
+    models[0].head = MLPHead(64, 48, models[0].config.vocab_size).requires_grad_(False)
+    for module in models:
+        replace_layers(module, torch.nn.Linear, quantized_layer)
+    card, widened = Card(multiply_add=1.0, dot=1.0), list[Any]()
+    made = laid_out(card, models)
+    requests = [request("ab", 1)]
+    engine = make_engine(models, spec_for(SMALL_TREE, requests))
+    draw(engine, requests)
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(QuantizedLinear, "dequantized", lambda self, _: widened.append(self))
+        engine.step_function(engine.state)
+    assert not widened
+    names = {line.partition(",")[0].removeprefix("product ") for line in made.decided}
+    assert {"fc1 + bias", "fc2 + bias", "fc + bias", "linear", "down"} <= names
+
+
+@pytest.mark.parametrize("images", [1, 2, 4, 8])
+def test_what_auto_draws_with_8_bits_widens_no_matrix(images: int) -> None:
+    """Else a step would read and write five bytes a number, two and a half times those of bfloat16."""
+    sizes = find_model("emu3.5-image", PartOverrides()).config.target
+    defaults = CUDABackend().drafting_defaults(sizes.parameters, "int8")
+    context = ResolveContext(sizes.codes, sizes.tokens, False, defaults=defaults, images=images)
+    tree = resolve(Setting(), context).tree
+    small = tiny_models()[0].layers
+    replace_layers(small, torch.nn.Linear, quantized_layer)
+    parts = [products_of(block)["down"] for block in small]
+    asked = AskedProduct("down", parts, 2 * images * tree.size, torch.bfloat16)
+    assert tree.size > 1 and asked.offered
+    assert not asked._replace(rows=257).offered  # arithmetic takes as long there
+
+
+def test_cards_without_matrix_units_are_offered_no_dot() -> None:
+    card = Card(multiply_add=1.0, dot=1.0)
+    card.units = False
+    made = Forms(replace(PLAIN, product=card.product), card, lambda name, why: None)
+    assert made.choose(asked(9)) == CUBLAS and not card.timed and not kept()
+    assert FORMS[made.choose(asked(8))].kernel == "multiply_add"
+
+
+def test_a_kept_form_of_other_numbers_or_another_text_is_timed_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    form, _ = chosen(Card(multiply_add=1.0))
+    monkeypatch.setitem(FORMS, form, FORMS[form]._replace(warps=1))
+    later = Card(multiply_add=99.0)
+    assert chosen(later)[0] == CUBLAS and later.timed
+    monkeypatch.setattr(forms.checks, "text_digest", lambda *names: "another")
+    assert chosen(Card(multiply_add=1.0))[0] == form
+    assert len(kept()) == 3
 
 
 def test_forms_serve_few_rows_and_no_gradients() -> None:
@@ -348,7 +420,12 @@ def test_a_run_is_timed_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """By Triton's own clock, which gives milliseconds; some 20 of them for a product."""
     from triton import testing
 
+    streams = ["main"]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: streams[-1])
+    monkeypatch.setattr(torch.cuda, "set_stream", streams.append)
+
     def clock(run: Any, rep: int, return_mode: str) -> float:
+        streams.append("capture")  # which torch leaves only where the capture ends well
         run()
         assert 10 * rep == 20 and return_mode == "median"
         return 0.25
@@ -356,3 +433,6 @@ def test_a_run_is_timed_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(testing, "do_bench_cudagraph", clock)
     runs: list[int] = []
     assert forms.Card().seconds(lambda: runs.append(1)) == 0.00025 and runs == [1]
+    with pytest.raises(ZeroDivisionError):
+        forms.Card().seconds(lambda: 1 // 0)
+    assert streams == ["main", *["capture", "main"] * 2]

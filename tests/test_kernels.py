@@ -11,12 +11,13 @@ import multiprocessing
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, wraps
 from importlib.util import find_spec
-from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -691,7 +692,7 @@ def test_product(device: str, form: str, every: bool) -> None:
     """Each form over rows that fill its block and do not, and sizes that its blocks divide and do not."""
     units, multiply = FORMS[form].kernel == "dot", kernels().product
     assert multiply is not None
-    some_rows, all_rows = ((9, 17), (*range(9, 18), 33)) if units else ((3,), range(1, 9))
+    some_rows, all_rows = ((9, 70), (*range(9, 18), 33, 130)) if units else ((3,), range(1, 9))
     dtypes = (torch.float32, torch.float16, torch.bfloat16)
     for dtype in dtypes if every else dtypes[:1]:
         if device == "cpu" and units and dtype == torch.bfloat16:
@@ -912,60 +913,103 @@ def test_kernels_can_be_captured() -> None:
         check_rules(function, engine.state)
 
 
+# Bytes of shared memory that a program may have on an NVIDIA GPU, by compute capability: CUDA's programming guide
+SHARED = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
+
+
 class Compiled:
     """Stands in for a kernel: compiles what it is called with, for a GPU that need not be here."""
 
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
-        self.sizes: list[Any] = []
+    def __init__(self, kernel: Any, capability: int) -> None:
+        self.kernel, self.capability = kernel, capability
+        self.shared: dict[str, int] = {}  # bytes of shared memory, by how it was called
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return self.compile
 
-    def compile(
-        self,
-        *args: Any,
-        num_warps: int,
-        enable_fp_fusion: bool = True,
-        num_stages: int = 3,
-        **constants: Any,
-    ) -> None:
+    def compile(self, *args: Any, num_warps: int, **others: Any) -> None:
         import triton
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
         from triton.runtime.jit import mangle_type
 
         names = self.kernel.arg_names
+        options = {"num_warps": num_warps, "num_stages": 3, "enable_fp_fusion": True}
+        options |= {name: others.pop(name) for name in options if name in others}
         given = dict(zip(names, args, strict=False))
-        constants |= {name: None for name, value in given.items() if value is None}
-        signature = {n: "constexpr" if n in constants else mangle_type(given[n]) for n in names}
+        constants = others | {name: None for name, value in given.items() if value is None}
+        given = {name: value for name, value in given.items() if name not in constants}
+        signature = dict.fromkeys(names, "constexpr")
+        signature |= {name: mangle_type(value) for name, value in given.items()}
         values = {(names.index(name),): value for name, value in constants.items()}
-        options = {"num_warps": num_warps, "num_stages": num_stages}
-        options["enable_fp_fusion"] = enable_fp_fusion
-        source = ASTSource(self.kernel, signature, values)
-        ampere = GPUTarget("cuda", 80, 32)
-        self.sizes.append(len(triton.compile(source, ampere, options).asm["cubin"]))
+        # As in a launch: memory begins at multiples of 16, and whole numbers that are some are known to be
+        even = [
+            n for n, x in given.items() if isinstance(x, Tensor) or (type(x) is int and not x % 16)
+        ]
+        attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in even}
+        source = ASTSource(self.kernel, signature, values, attributes)
+        target = GPUTarget("cuda", self.capability, 32)
+        made = triton.compile(source, target, options)
+        assert made.asm["cubin"]
+        self.shared[f"{self.kernel.fn.__name__} {constants} {signature}"] = made.metadata.shared
+
+
+@contextmanager
+def compiled_for(capability: int) -> Iterator[list[Compiled]]:
+    """Inside, all kernels are compiled in place of being launched."""
+    kernels()
+    stand_ins = []
+    with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as folder, torch.no_grad():
+        patch.setenv("TRITON_CACHE_DIR", folder)
+        for name in MODULES:
+            module = importlib.import_module(f"lantern_hpu.backends.cuda.kernels.{name}")
+            for kernel in [n for n in dir(module) if n.endswith("_kernel")]:
+                stand_ins.append(Compiled(getattr(module, kernel), capability))
+                patch.setattr(module, kernel, stand_ins[-1])
+        yield stand_ins
+    for made in stand_ins:
+        over = {how: n for how, n in made.shared.items() if n > SHARED[capability]}
+        assert not over
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")
-def test_kernels_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_kernels_compile_for_each_generation(dtype: torch.dtype, capability: int) -> None:
     """The interpreter takes what the compiler refuses, so both must see a kernel."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    calls = checks.kernel_examples(torch.device("cpu"), torch.bfloat16)
-    kernels()
-    stand_ins = []
-    for name in MODULES:
-        module = importlib.import_module(f"lantern_hpu.backends.cuda.kernels.{name}")
-        for kernel in [n for n in dir(module) if n.endswith("_kernel")]:
-            stand_ins.append(Compiled(getattr(module, kernel)))
-            monkeypatch.setattr(module, kernel, stand_ins[-1])
-    with torch.no_grad():
+    calls = checks.kernel_examples(torch.device("cpu"), dtype)
+    with compiled_for(capability) as stand_ins:
         for name, examples in calls.items():
             for arguments, _ in examples:
                 getattr(kernels(), name)(*arguments)
     assert set(calls) == set(BACKENDS["cuda"].kernels)
-    assert len(stand_ins) == 13 and all(min(s.sizes) > 0 for s in stand_ins)
+    assert len(stand_ins) == 13 and all(made.shared for made in stand_ins)
+
+
+ROWS_OF_FORMS = (16, 32, 64, 128, 256)  # the largest of each size of a program
+
+
+@pytest.mark.parametrize("capability", mostly_slow(SHARED, 86))
+@pytest.mark.parametrize(
+    "form", mostly_slow([n for n, f in FORMS.items() if f.kernel == "dot"], "dot 32x128")
+)
+@pytest.mark.parametrize("kind", mostly_slow(["bfloat16", "float32", "int8"], "bfloat16"))
+@pytest.mark.parametrize("rows", mostly_slow(ROWS_OF_FORMS, 64))
+@pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")
+def test_forms_fit_the_shared_memory_of_each_generation(
+    capability: int, form: str, kind: str, rows: int
+) -> None:
+    how, small = FORMS[form], kind == "int8"
+    if rows not in (how.small_rows if small else how.rows):
+        pytest.skip("it does not serve these")
+    dtype = torch.bfloat16 if small else getattr(torch, kind)
+    around = f"norm gated bias residual {kind}"
+    given = multiplied(Random(0, "cpu"), rows, 256, 512, around, dtype)
+    with compiled_for(capability):
+        product = kernels().product
+        assert product is not None
+        product(*given, form)
 
 
 @pytest.mark.slow

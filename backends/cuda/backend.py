@@ -12,9 +12,10 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from lantern_hpu.backends import DeviceOptions, DraftingDefaults
+from lantern_hpu.backends import ACCELERATOR, DeviceOptions, DraftingDefaults
 from lantern_hpu.backends.base import Backend, Candidate, DevicePlan, Memory, Transfers
 from lantern_hpu.backends.cuda import forms
+from lantern_hpu.backends.cuda.kernels.programs import AMPERE, SMALL_ROWS
 from lantern_hpu.errors import Arg, DeviceError, shell, words
 from lantern_hpu.ops.kernels import Kernels, Sizes
 
@@ -22,7 +23,6 @@ from lantern_hpu.ops.kernels import Kernels, Sizes
 
 # Number formats on an NVIDIA GPU; `auto` takes the first that the card has.
 
-AMPERE = (8, 0)  # compute capability from which bfloat16 is native
 DTYPES = {
     "bfloat16": "half the bytes to read a token, with float32's range",
     "float16": "half the bytes; for cards before Ampere",
@@ -111,8 +111,10 @@ class CUDABackend(Backend):
 
     def drafting_defaults(self, parameters: int, quantize: str | None = None) -> DraftingDefaults:
         """A window: on an H200, at LlamaGen-XL's sizes, the fastest of the lossless settings that were measured; of
-        the trees of `eagle` a chain, for one image and for eight."""
-        return DraftingDefaults(method="scd", tree="chain")
+        the trees of `eagle` a chain, for one image and for eight. Matrices of 8 bits have forms for so many rows: with
+        guidance those of eight images, which one draft less keeps within."""
+        window = SMALL_ROWS // 16 - 1 if quantize in self.quantized else ACCELERATOR.window
+        return DraftingDefaults(method="scd", window=window, tree="chain")
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()
@@ -156,8 +158,11 @@ class CUDABackend(Backend):
 
     @cached_property
     def capture_stream(self) -> Any:
-        """Of this backend alone: cuBLAS's workspaces belong to a stream, and go with any graph captured on it."""
-        return torch.cuda.Stream()
+        """Of this backend alone: cuBLAS's workspaces belong to a stream, and go with any graph captured on it.
+
+        Torch hands out the 32 streams of a priority in turn: timings, text and pixels take those of the usual one.
+        """
+        return torch.cuda.Stream(priority=-1)
 
     def graph_pool(self) -> Any:
         """Memory that all live graphs share, as they never run at the same time; a new one where none is alive.

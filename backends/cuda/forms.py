@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,15 +22,17 @@ from torch import Tensor, nn
 
 from lantern_hpu.backends.base import Candidate, dtype_name
 from lantern_hpu.backends.cuda.kernels import checks
-from lantern_hpu.backends.cuda.kernels.programs import FORMS
+from lantern_hpu.backends.cuda.kernels.programs import AMPERE, FORMS
 from lantern_hpu.errors import LanternError, OutputError
 from lantern_hpu.files import own_cache, reading, write_file
 from lantern_hpu.ops.kernels import Kernels, product
-from lantern_hpu.ops.quantized import dequantized, quantized
+from lantern_hpu.ops.quantized import QuantizedLinear, dequantized, matrix_layers, quantized
 
 CUBLAS = "cublas"
 GAIN = 0.97  # of cuBLAS's time: a form that takes more is not faster, as far as can be told
 TIMED_MS = 2  # of each of ten replays
+EDGE = 512  # columns at an end of a matrix that are compared
+TEXTS = ("products", "programs")  # files of the kernel that a choice is of
 
 
 class Card:
@@ -43,6 +45,10 @@ class Card:
         about = {"card": torch.cuda.get_device_name(), "driver": driver_version()}
         return about | {"torch": torch.__version__, "triton": triton.__version__}
 
+    def multiplies_matrices(self) -> bool:
+        """Whether Triton's `dot` has units here; without them it is many times slower than cuBLAS."""
+        return torch.cuda.get_device_capability() >= AMPERE
+
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Inside, the host may wait for the card, which is an error in a run before a capture."""
@@ -54,10 +60,14 @@ class Card:
             torch.cuda.set_sync_debug_mode(mode)
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """Of a run within a graph."""
+        """Of a run within a graph. What fails in its capture may leave another stream the current one."""
         from triton.testing import do_bench_cudagraph
 
-        return float(do_bench_cudagraph(run, rep=TIMED_MS, return_mode="median")) / 1000
+        stream = torch.cuda.current_stream()
+        try:
+            return float(do_bench_cudagraph(run, rep=TIMED_MS, return_mode="median")) / 1000
+        finally:
+            torch.cuda.set_stream(stream)
 
 
 def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str:
@@ -72,7 +82,7 @@ def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str:
 
 
 class BlockProduct(NamedTuple):
-    """A linear layer of a block, with what stands around it."""
+    """A linear layer, with what stands around it in a block."""
 
     linear: Any
     norm: Any = None  # the RMSNorm before it
@@ -126,33 +136,78 @@ class AskedProduct(NamedTuple):
 
     @property
     def offered(self) -> list[str]:
-        return [name for name, form in FORMS.items() if self.rows in form.rows]
+        """The forms for so many rows."""
+        return [
+            name
+            for name, form in FORMS.items()
+            if self.rows in (form.small_rows if self.small else form.rows)
+        ]
+
+    def inputs(self) -> tuple[Tensor, Tensor | None]:
+        """Random rows [rows, K], and what their product [rows, N] is added to, if it is."""
+        (linear, _, _, adds) = self.parts[0]
+        columns, depth = linear.weight.shape
+        return self.some(self.rows, depth), self.some(self.rows, columns) if adds else None
+
+    def some(self, *shape: int, seed: int = 0) -> Tensor:
+        like = self.parts[0].linear.weight
+        seeded = torch.Generator(like.device).manual_seed(seed)
+        dtype = self.dtype if self.small else like.dtype
+        return torch.randn(shape, generator=seeded, device=like.device, dtype=dtype)
 
     def example(self) -> tuple[Any, ...]:
         """Random arguments of `kernels.product`, like those of the first block."""
-        linear, norm, gated, adds = self.parts[0]
+        linear, norm, gated, _ = self.parts[0]
         (columns, depth) = linear.weight.shape
-        like = linear.weight
-        dtype = self.dtype if self.small else like.dtype
-        seeded = torch.Generator(like.device).manual_seed(0)
-
-        def some(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=seeded, device=like.device).to(dtype)
-
-        weight = some(columns, depth) * depth**-0.5
-        row_scale = None
+        x, residual = self.inputs()
+        weight, row_scale = self.some(columns, depth, seed=1).mul_(depth**-0.5), None
         if self.small:
             weight, row_scale = quantized(weight)
-        bias = None if linear.bias is None else some(columns)
-        scale = some(depth) if norm else None
-        residual = some(self.rows, columns) if adds else None
-        return some(self.rows, depth), weight, bias, scale, residual, 1e-5, gated, row_scale
+        bias = None if linear.bias is None else self.some(columns, seed=2)
+        scale = self.some(depth, seed=3) if norm else None
+        return x, weight, bias, scale, residual, 1e-5, gated, row_scale
 
 
 # ------------------------------------------------------------------------------------ choices
 
 
 Choice = tuple[str, str]  # the form that serves a product, and why
+
+
+class Check:
+    """Holds forms of a product to the processor's plain twin, over the columns at both ends of the matrix."""
+
+    def __init__(self, asked: AskedProduct, multiply: Callable[..., Tensor]) -> None:
+        self.asked, self.multiply = asked, multiply
+
+    @cached_property
+    def case(self) -> tuple[tuple[Any, ...], Tensor, Tensor]:
+        """Arguments of `kernels.product`, the columns that are compared, and what they are."""
+        given = self.asked.example()
+        x, weight, bias, norm, residual, eps, gated, scale = given
+        width = len(weight) // (1 + gated)
+        end = torch.arange(min(width, EDGE), device=x.device)
+        columns = torch.cat([end, width - 1 - end]).unique()
+        rows = torch.cat([columns, width + columns]) if gated else columns
+
+        def part(values: Tensor | None, index: Tensor = rows) -> Tensor | None:
+            return None if values is None else values[..., index].cpu()
+
+        matrix, whole = weight[rows].cpu(), None if norm is None else norm.cpu()
+        around = part(bias), whole, part(residual, columns), eps, gated, part(scale)
+        return given, columns, product(x.cpu(), matrix, *around)
+
+    def fault(self, form: str) -> str:
+        """Why it is refused: it gives something else than the twin. Nothing, if it is right."""
+        if form == CUBLAS:
+            return ""
+        given, columns, wanted = self.case
+
+        def run() -> Tensor:
+            return self.multiply(form, *given)[..., columns]
+
+        slack = checks.tolerance(wanted.dtype)
+        return checks.fault(Candidate(lambda: run, [((), [wanted])], slack))
 
 
 class Forms:
@@ -181,11 +236,12 @@ class Forms:
 
     def choose(self, asked: AskedProduct) -> str:
         """The form that serves."""
-        if not asked.offered:
+        offered = self.offered(asked)
+        if not offered:
             return CUBLAS
         try:
             with self.card.waiting():
-                form, why = self.kept(asked)
+                form, why = self.kept(asked, offered)
         except LanternError as error:
             form, why = CUBLAS, f"no choice is kept: {error.reason}"
         except RuntimeError as error:  # of the driver, while cuBLAS was timed
@@ -193,12 +249,18 @@ class Forms:
         self.note(str(asked), f"{form}: {why}")
         return form
 
-    def kept(self, asked: AskedProduct) -> Choice:
+    def offered(self, asked: AskedProduct) -> list[str]:
+        units = self.card.multiplies_matrices()
+        return [form for form in asked.offered if units or FORMS[form].kernel != "dot"]
+
+    def kept(self, asked: AskedProduct, offered: Sequence[str]) -> Choice:
         """What was chosen for this machine, now if not before; of two processes the first that writes decides."""
-        about = {"name": str(asked), "offered": asked.offered}
+        numbers = {form: str(FORMS[form]) for form in offered}
+        about = {"name": str(asked), "forms": numbers, "kernel": checks.text_digest(*TEXTS)}
         file = own_cache("forms") / f"{digest(about)}-{digest(self.machine)}.json"
+        check = Check(asked, self.multiply)
         if not file.exists():
-            form, why = self.fastest(asked)
+            form, why = self.fastest(asked, check, offered)
             others = map(self.apart, file.parent.glob(f"{digest(about)}-*"))
             why = "; ".join([why, *filter(None, others)])
             result = {"form": form, "why": why, "machine": self.machine, "product": about}
@@ -206,7 +268,7 @@ class Forms:
                 write_file(file, json.dumps(result, indent=1).encode())
         with reading(file, "delete it") as saved:
             form, why = str(saved["form"]), str(saved["why"])
-        wrong = self.fault(asked, form)
+        wrong = check.fault(form)
         return (CUBLAS, f"{form} is refused: {wrong}") if wrong else (form, why)
 
     def apart(self, file: Path) -> str:
@@ -216,10 +278,10 @@ class Forms:
             return f"that of {', '.join(map(' '.join, sorted(theirs)))} is not used"
         return ""
 
-    def fastest(self, asked: AskedProduct) -> Choice:
+    def fastest(self, asked: AskedProduct, check: Check, offered: Sequence[str]) -> Choice:
         """By the clock, of the forms that are right."""
         taken = {CUBLAS: self.seconds(asked, CUBLAS)}
-        faults = {form: self.fault(asked, form) for form in asked.offered}
+        faults = {form: check.fault(form) for form in offered}
         for form in [form for form, why in faults.items() if not why]:
             try:
                 taken[form] = self.seconds(asked, form)
@@ -237,7 +299,7 @@ class Forms:
 
         Without the residual sum of cuBLAS's, which the next norm may take.
         """
-        x, *_, residual, _, _, _ = asked.example()
+        x, residual = asked.inputs()
         added = None if form == CUBLAS else residual
 
         def run() -> None:
@@ -245,17 +307,6 @@ class Forms:
                 self.multiply(form, *part.arguments(x, added))
 
         return self.card.seconds(run) / len(asked.parts)
-
-    def fault(self, asked: AskedProduct, form: str) -> str:
-        """Why a form is refused: the processor's plain twin gives something else. Nothing, if it is right."""
-        if form == CUBLAS:
-            return ""
-        given = asked.example()
-        on_host: list[Any] = [v.cpu() if isinstance(v, Tensor) else v for v in given]
-        wanted = product(*on_host)
-        run = partial(self.multiply, form, *given)
-        slack = checks.tolerance(wanted.dtype)
-        return checks.fault(Candidate(lambda: run, [((), [wanted])], slack))
 
 
 def digest(about: dict[str, Any]) -> str:
@@ -334,22 +385,52 @@ class BlockForms:
         return leave("down", fed, x)
 
 
+class LinearForm:
+    """What a linear layer outside of blocks is called by: a head, or what a drafter's block reads."""
+
+    def __init__(self, name: str, linear: Any, forms: Forms) -> None:
+        self.name, self.part, self.forms = name, BlockProduct(linear), forms
+        self.plain: Callable[[Tensor], Tensor] = linear.forward
+        self.chosen: dict[int, str] = {}  # by rows
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [.., K] -> [.., N]; see `BlockForms.serves`."""
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return self.plain(x)
+        rows = x.numel() // x.shape[-1]
+        if rows not in self.chosen:
+            asked = AskedProduct(self.name, [self.part], rows, x.dtype)
+            self.chosen[rows] = self.forms.choose(asked)
+        if self.chosen[rows] == CUBLAS:
+            return self.plain(x)
+        return self.forms.multiply(self.chosen[rows], *self.part.arguments(x, None))
+
+
 def install(modules: Sequence[nn.Module], forms: Forms) -> None:
-    """Give the blocks of a target and its drafter their forms, where all of them fit."""
+    """Give a target and its drafter their forms: blocks where all of them fit, and the matrices outside of them."""
     for module in modules:
         block = getattr(module, "block", None)
         blocks: list[Any] = [*getattr(module, "layers", ()), *([] if block is None else [block])]
+        if not (blocks and all(hasattr(block, "fused") for block in blocks)):
+            continue
         if all(map(fits, blocks)):
             fused = BlockForms(blocks, forms)
             for block in blocks:
                 block.fused = fused
+        inside = {part for block in blocks for part in block.modules()}
+        for kind in (nn.Linear, QuantizedLinear):
+            for _, name, linear in matrix_layers(module, kind):
+                if linear not in inside and is_whole(linear):
+                    linear.forward = LinearForm(name, linear, forms)
 
 
 def fits(block: Any) -> bool:
-    """Whether it is one of ours, its products matrices in one piece, with nothing behind them."""
-    if not hasattr(block, "fused"):
-        return False
+    """Whether its products are matrices in one piece, with nothing behind them."""
     norms = (block.attention_post_norm, block.ffn_post_norm)
-    weights = [getattr(part.linear, "weight", None) for part in products_of(block).values()]
-    plain = all(type(w) is nn.Parameter and w.is_contiguous() for w in weights)
-    return plain and all(isinstance(norm, nn.Identity) for norm in norms)
+    whole = all(is_whole(part.linear) for part in products_of(block).values())
+    return whole and all(isinstance(norm, nn.Identity) for norm in norms)
+
+
+def is_whole(linear: Any) -> bool:
+    weight = getattr(linear, "weight", None)
+    return type(weight) is nn.Parameter and weight.is_contiguous()

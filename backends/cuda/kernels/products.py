@@ -14,9 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lantern_hpu.backends.base import operator
-from lantern_hpu.backends.cuda.kernels.programs import FORMS, block_of
-
-FEWEST = 16  # rows that a product of matrices takes
+from lantern_hpu.backends.cuda.kernels.programs import FORMS
 
 
 @triton.jit
@@ -38,13 +36,16 @@ def product_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """One program BN columns of all rows. The norm's scale is a number a row, and follows the product."""
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    """One program BN columns of BM rows. The norm's scale is a number a row, and follows the product."""
+    row = (
+        tl.program_id(0) * BM + tl.arange(0, BM)[:, None]
+    )  # next to each other: they read the same columns
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
     if UNITS:
         y, up = tl.zeros([BM, BN], tl.float32), tl.zeros([BM, BN], tl.float32)
         square = tl.zeros([BM], tl.float32)
         for start in range(0, K, BK):
-            a, squares = normed_rows(x, norm, start, M, K, BM, BK)
+            a, squares = normed_rows(x, norm, row, start, M, K, BK)
             square += tl.sum(squares, 1)
             a = a.to(x.dtype.element_ty)
             part = part_of(weight, n, start, 0, N, K, BK).to(a.dtype)
@@ -56,7 +57,7 @@ def product_kernel(
         ys, ups = tl.zeros([BM, BN, BK], tl.float32), tl.zeros([BM, BN, BK], tl.float32)
         squared = tl.zeros([BM, BK], tl.float32)
         for start in tl.static_range(0, K, BK):
-            a, squares = normed_rows(x, norm, start, M, K, BM, BK)
+            a, squares = normed_rows(x, norm, row, start, M, K, BK)
             squared += squares
             ys += a[:, None, :] * part_of(weight, n, start, 0, N, K, BK).to(tl.float32)[None]
             if GATED:
@@ -74,7 +75,6 @@ def product_kernel(
         y += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     if GATED:
         y = y / (1 + tl.exp(-y)) * up
-    row = tl.arange(0, BM)[:, None]
     there = (row < M) & (n < N)[None, :]
     place = row.to(tl.int64) * N + n[None, :]
     if residual is not None:
@@ -83,9 +83,9 @@ def product_kernel(
 
 
 @triton.jit
-def normed_rows(x, norm, start, M, K: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr):
-    """A block [BM, BK] of x times the norm's weight, and its squares without it."""
-    row, k = tl.arange(0, BM)[:, None], start + tl.arange(0, BK)[None, :]
+def normed_rows(x, norm, row, start, M, K: tl.constexpr, BK: tl.constexpr):
+    """A block [BM, BK] of x times the norm's weight, and its squares without it; row: [BM, 1]."""
+    k = start + tl.arange(0, BK)[None, :]
     a = tl.load(x + row * K + k, mask=(row < M) & (k < K), other=0.0).to(tl.float32)
     squares = a * a
     if norm is not None:
@@ -116,10 +116,10 @@ def product_out(x: Tensor, weight: Tensor, *others: Any) -> Tensor:
 def triton_product(x: Tensor, weight: Tensor, *others: Any) -> Tensor:
     """`kernels.product` in a form of `FORMS`, for as many rows as that takes."""
     bias, norm, residual, eps, gated, scale, name = others
-    out, form = product_out(x, weight, *others), FORMS[name]
-    units, depth = form.kernel == "dot", x.shape[-1]
+    out, depth = product_out(x, weight, *others), x.shape[-1]
     rows, width = x.numel() // depth, out.shape[-1]
-    product_kernel[(triton.cdiv(width, form.columns),)](
+    form = FORMS[name].sized(rows, x.itemsize, weight.itemsize * (1 + gated))
+    product_kernel[(triton.cdiv(rows, form.most_rows), triton.cdiv(width, form.columns))](
         x.contiguous(),
         weight,
         bias,
@@ -132,8 +132,8 @@ def triton_product(x: Tensor, weight: Tensor, *others: Any) -> Tensor:
         eps,
         K=depth,
         GATED=gated,
-        UNITS=units,
-        BM=max(block_of(rows), FEWEST if units else 1),
+        UNITS=form.kernel == "dot",
+        BM=form.most_rows,
         BN=form.columns,
         BK=form.depth,
         num_warps=form.warps,

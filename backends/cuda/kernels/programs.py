@@ -8,29 +8,63 @@ from torch import Tensor
 
 # Elements a thread should hold: more spill from its registers, fewer leave it waiting for the others.
 A_THREAD, WARP = 16, 32
+AMPERE = (
+    8,
+    0,
+)  # compute capability from which bfloat16 is native, and `tl.dot` multiplies by units
 LARGEST = 65536  # vocabulary that one program holds; for larger ones plain forms serve
 # Sums and products keep their roundings apart, as in torch: ties of the plain forms stay ties.
 EXACTLY = {"enable_fp_fusion": False}
 
 
 class Form(NamedTuple):
-    """How a kernel multiplies: columns and depth of a program's block of the matrix, and for how many rows."""
+    """How a kernel multiplies.
 
-    kernel: str  # of `products.py`
+    Attributes:
+        kernel: of `products.py`.
+        rows, small_rows: that it serves, with a matrix of the model's number format and with one of 8 bits.
+        columns, depth: of a program's block of the matrix. most_rows: of a program.
+        stages: that a loop over blocks has, of which all but one lie in shared memory.
+    """
+
+    kernel: str
     rows: range
+    small_rows: range
     columns: int
     depth: int
     warps: int
     stages: int = 1
+    most_rows: int = 64
+
+    def sized(self, rows: int, x_bytes: int, column_bytes: int) -> Form:
+        """For so many rows, in numbers of so many bytes; column_bytes: of all matrices' numbers in a column.
+
+        `dot` halves rows and depth for numbers of 4 bytes, and has as many stages as any card's shared memory takes.
+        """
+        if self.kernel != "dot":
+            return self._replace(most_rows=block_of(rows))
+        wide = x_bytes // 2
+        block = max(FEWEST, min(block_of(rows), self.most_rows // wide))
+        stage = self.depth // wide * (block * x_bytes + self.columns * column_bytes)
+        stages = min(self.stages, 1 + SHARED // stage)
+        return self._replace(depth=self.depth // wide, most_rows=block, stages=stages)
 
 
-FEW, MORE = range(1, 9), range(9, 65)
+FEWEST = 16  # rows that a product of matrices takes
+SHARED = (
+    90 * 1024
+)  # bytes for blocks under way, of the 99 KB that a program has on the smallest card
+FEW, MORE, NONE = range(1, 9), range(9, 65), range(0)
+# A matrix of 8 bits has no form of cuBLAS's: in a step it would be widened first, five bytes a number
+SMALL_ROWS = 256
 FORMS = {
-    "multiply_add 2x256": Form("multiply_add", FEW, 2, 256, 4),
-    "multiply_add 2x512": Form("multiply_add", FEW, 2, 512, 4),
-    "multiply_add 4x256": Form("multiply_add", FEW, 4, 256, 4),
-    "dot 16x128": Form("dot", MORE, 16, 128, 2, 5),
-    "dot 32x128": Form("dot", MORE, 32, 128, 4, 4),
+    "multiply_add 2x256": Form("multiply_add", FEW, FEW, 2, 256, 4),
+    "multiply_add 2x512": Form("multiply_add", FEW, FEW, 2, 512, 4),
+    "multiply_add 4x256": Form("multiply_add", FEW, FEW, 4, 256, 4),
+    "dot 16x128": Form("dot", MORE, MORE, 16, 128, 2, 5),
+    "dot 32x128": Form("dot", MORE, range(9, 129), 32, 128, 4, 4),
+    "dot 64x64": Form("dot", NONE, range(33, SMALL_ROWS + 1), 64, 64, 8, 4, 128),
+    "dot 128x64": Form("dot", NONE, range(65, SMALL_ROWS + 1), 128, 64, 8, 3, 128),
 }
 
 
