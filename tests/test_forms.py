@@ -26,6 +26,7 @@ from lantern_hpu.backends.cuda.forms import (
     LinearForm,
     products_of,
 )
+from lantern_hpu.backends.cuda.kernels import checks
 from lantern_hpu.backends.cuda.kernels.programs import FORMS
 from lantern_hpu.backends.examine import ask
 from lantern_hpu.commands.doctor import describe_device
@@ -355,7 +356,7 @@ def test_a_kept_form_of_other_numbers_or_another_text_is_timed_again(
     monkeypatch.setitem(FORMS, form, FORMS[form]._replace(warps=1))
     later = Card(multiply_add=99.0)
     assert chosen(later)[0] == CUBLAS and later.timed
-    monkeypatch.setattr(forms.checks, "text_digest", lambda *names: "another")
+    monkeypatch.setattr(checks, "text_digest", lambda *names: "another")
     assert chosen(Card(multiply_add=1.0))[0] == form
     assert len(kept()) == 3
 

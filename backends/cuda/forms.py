@@ -174,7 +174,7 @@ class AskedProduct(NamedTuple):
 Choice = tuple[str, str]  # the form that serves a product, and why
 
 
-class Check:
+class ProductCheck:
     """Holds forms of a product to the processor's plain twin, over the columns at both ends of the matrix."""
 
     def __init__(self, asked: AskedProduct, multiply: Callable[..., Tensor]) -> None:
@@ -258,7 +258,7 @@ class Forms:
         numbers = {form: str(FORMS[form]) for form in offered}
         about = {"name": str(asked), "forms": numbers, "kernel": checks.text_digest(*TEXTS)}
         file = own_cache("forms") / f"{digest(about)}-{digest(self.machine)}.json"
-        check = Check(asked, self.multiply)
+        check = ProductCheck(asked, self.multiply)
         if not file.exists():
             form, why = self.fastest(asked, check, offered)
             others = map(self.apart, file.parent.glob(f"{digest(about)}-*"))
@@ -278,7 +278,7 @@ class Forms:
             return f"that of {', '.join(map(' '.join, sorted(theirs)))} is not used"
         return ""
 
-    def fastest(self, asked: AskedProduct, check: Check, offered: Sequence[str]) -> Choice:
+    def fastest(self, asked: AskedProduct, check: ProductCheck, offered: Sequence[str]) -> Choice:
         """By the clock, of the forms that are right."""
         taken = {CUBLAS: self.seconds(asked, CUBLAS)}
         faults = {form: check.fault(form) for form in offered}
