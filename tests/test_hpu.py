@@ -272,7 +272,7 @@ def test_fused_kernels_equal_their_plain_twins() -> None:
             "rms_norm": "fused_rms_norm",
             "rotate": "fused_rope",
             "swiglu": "plain",
-            **dict.fromkeys(("place", "probs", "sample", "sample_distinct"), "plain"),
+            **dict.fromkeys(("place", "probs", "sample", "sample_distinct", "race"), "plain"),
         }
         assert backend.kernels("plain") is kernels.PLAIN
         q, k, v, mask = (
@@ -299,7 +299,7 @@ def test_kernel_that_is_missing_or_wrong_is_replaced(monkeypatch: pytest.MonkeyP
             "attention": "matmul_attention",
             "rms_norm": "fused_rms_norm",
             **dict.fromkeys(("rotate", "swiglu", "place"), "plain"),
-            **dict.fromkeys(("probs", "sample", "sample_distinct"), "plain"),
+            **dict.fromkeys(("probs", "sample", "sample_distinct", "race"), "plain"),
         }
 
 

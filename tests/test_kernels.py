@@ -44,6 +44,7 @@ from lantern_hpu.ops.buffers import additive_mask
 from lantern_hpu.ops.kernels import (
     PLAIN,
     CacheWrite,
+    Commit,
     Kernels,
     Traverse,
     Walk,
@@ -182,6 +183,24 @@ def same_probs(logits: Tensor, chosen: SamplingParams, guidance: bool, most: int
     return got
 
 
+def logits_to_try(
+    device: str, dtype: torch.dtype, vocabulary: int, top_k: list[int]
+) -> Iterator[tuple[Tensor, SamplingParams, bool, int]]:
+    """Logits, parameters, guidance and the largest top-k."""
+    random, chosen = Random(vocabulary, device), params(device, top_k)
+    most = max((k for k in top_k if k < vocabulary), default=0)
+    logits = (3 * random.normal(4, 2, vocabulary)).to(dtype)
+    yield logits, chosen, True, most
+    few = (2 * logits).round()[
+        :2
+    ]  # of a few values each, so that many tokens are as likely as the k-th
+    yield few, chosen, False, most
+    if vocabulary == 1000:
+        found = guided_probs(few, chosen, False, most, False)
+        assert int((found[0] > 0).sum(-1).min()) > 37
+        yield logits[:2], chosen, False, 0
+
+
 @pytest.mark.parametrize(
     "dtype", mostly_slow([torch.float32, torch.bfloat16, torch.float16], torch.float32)
 )
@@ -192,15 +211,8 @@ def same_probs(logits: Tensor, chosen: SamplingParams, guidance: bool, most: int
 )
 @on_devices
 def test_probs(device: str, dtype: torch.dtype, vocabulary: int, top_k: list[int]) -> None:
-    random = Random(vocabulary, device)
-    most = max((k for k in top_k if k < vocabulary), default=0)
-    logits = (3 * random.normal(4, 2, vocabulary)).to(dtype)
-    same_probs(logits, params(device, top_k), True, most)
-    # Of a few values each, so that many tokens are as likely as the k-th
-    found = same_probs((2 * logits).round()[:2], params(device, top_k), False, most)
-    if vocabulary == 1000:
-        assert int((found[0] > 0).sum(-1).min()) > 37
-        same_probs(logits[:2], params(device, top_k), False, 0)
+    for given in logits_to_try(device, dtype, vocabulary, top_k):
+        same_probs(*given)
 
 
 @on_devices
@@ -720,9 +732,7 @@ def test_a_row_of_a_product_does_not_depend_on_its_company(device: str) -> None:
         assert torch.equal(whole[most - fewest :], part)
 
 
-@pytest.mark.parametrize("images", [1, 3])
-@on_devices
-def test_place(device: str, images: int) -> None:
+def places_to_try(device: str, images: int) -> Iterator[tuple[Any, ...]]:
     """With guidance and without, pads that count or do not, one table for all images or one for each."""
     random, slots, tokens, width = Random(9, device), 50, 5, 3
     slot = torch.arange(slots, dtype=torch.int32, device=device)
@@ -738,9 +748,15 @@ def test_place(device: str, images: int) -> None:
                 offset = slot[3:4].expand(images, tokens) if rows == images else alone[..., 0].int()
                 what = (start, offset, slot[2 : 2 + tokens], table)
                 for seen, counted in ((valid, pads), (None, None)):
-                    given = (*what, seen, counted, angles, slot, slot[:rows] * slots, dtype)
-                    pairs = zip(kernels().place(*given), place_tokens(*given), strict=True)
-                    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in pairs)
+                    yield *what, seen, counted, angles, slot, slot[:rows] * slots, dtype
+
+
+@pytest.mark.parametrize("images", [1, 3])
+@on_devices
+def test_place(device: str, images: int) -> None:
+    for given in places_to_try(device, images):
+        pairs = zip(kernels().place(*given), place_tokens(*given), strict=True)
+        assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in pairs)
 
 
 # ----------------------------------------------------------------------------------------- together
@@ -753,28 +769,19 @@ def with_kernels(target: Target, chosen: Kernels) -> Target:
     return made
 
 
-@pytest.mark.parametrize("healthy", [True, False])
-@pytest.mark.parametrize(
-    "name",
-    mostly_slow(
-        ["root", "small", "chain_2", "dynamic:2x2x4", "scd:3", "jacobi:3"], "small", "scd:3"
-    ),
-)
-@on_devices
-def test_commit_leaves_the_state_that_the_plain_one_leaves(
-    device: str, name: str, healthy: bool
-) -> None:
+TREES_TO_COMMIT = ["root", "small", "chain_2", "dynamic:2x2x4", "scd:3", "jacobi:3"]
+
+
+def check_commit(commit: Commit, name: str, healthy: bool) -> None:
     """To the end of images that end at different steps, and behind it; with probabilities that are NaN, too."""
-    if device != "cpu":
-        pytest.skip("the tiny engine is the processor's")
     named = {"root": DraftTree.root_only(), "small": SMALL_TREE}
     tree = named[name] if name in named else load_tree(name)
     greedy = name.startswith("jacobi")
     requests = [request("ab", 1, temperature=0.0 if greedy else 0.5), request("abcd", 2, top_k=12)]
     states = []
-    for commit in (kernels().commit, None):
+    for own in (commit, None):
         target, drafter = tiny_models()
-        swapped = with_kernels(target, replace(PLAIN, commit=commit))
+        swapped = with_kernels(target, replace(PLAIN, commit=own))
         if not healthy:
             swapped.head.weight.fill_(torch.nan)
         engine = make_engine((swapped, drafter), spec_for(tree, requests, logprobs=True))
@@ -785,6 +792,19 @@ def test_commit_leaves_the_state_that_the_plain_one_leaves(
         assert torch.equal(got, wanted[key]) or bool(got.isnan().any()), key
     assert bool((states[1].spoiled > 0).all()) != healthy
     assert bool((states[1].count == 15).any())
+
+
+@pytest.mark.parametrize("healthy", [True, False])
+@pytest.mark.parametrize("name", mostly_slow(TREES_TO_COMMIT, "small", "scd:3"))
+@on_devices
+def test_commit_leaves_the_state_that_the_plain_one_leaves(
+    device: str, name: str, healthy: bool
+) -> None:
+    if device != "cpu":
+        pytest.skip("the tiny engine is the processor's")
+    commit = kernels().commit
+    assert commit is not None
+    check_commit(commit, name, healthy)
 
 
 def deep_commit(drafts: int, images: int = 2) -> tuple[Any, ...]:

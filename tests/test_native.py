@@ -20,7 +20,11 @@ from lantern_hpu.backends.cpu import native
 from lantern_hpu.backends.cpu.backend import CPUBackend
 from lantern_hpu.backends.cpu.native import NativeDecoder, NativeLinear, open_library
 from lantern_hpu.backends.cpu.native.sampling import (
+    native_commit,
     native_distinct,
+    native_place,
+    native_probs,
+    native_race,
     native_sample,
     native_traverse,
     native_walk,
@@ -30,13 +34,26 @@ from lantern_hpu.decode.engine import Engine
 from lantern_hpu.errors import DeviceError
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.transformer import Block, Target
-from lantern_hpu.ops.kernels import PLAIN
+from lantern_hpu.ops.kernels import PLAIN, place_tokens
 from lantern_hpu.ops.kv_cache import KVCache, LayerCache
 from lantern_hpu.ops.quantized import quantized_layer, replace_layers
-from lantern_hpu.ops.sampling import sample_distinct_in_order, sample_in_order
+from lantern_hpu.ops.sampling import (
+    guided_probs,
+    race,
+    sample_distinct_in_order,
+    sample_in_order,
+)
 from lantern_hpu.tree import DraftTree, load_tree
 from tests.marks import mostly_slow
-from tests.test_kernels import RULES, Walked, same_traversal
+from tests.test_kernels import (
+    RULES,
+    TREES_TO_COMMIT,
+    Walked,
+    check_commit,
+    logits_to_try,
+    places_to_try,
+    same_traversal,
+)
 from tests.tiny import draw, request, spec_for, tiny_config, tiny_models
 
 LIBRARY, WHY = open_library()
@@ -325,6 +342,46 @@ def test_drafts_verified_together_are_torchs_to_the_last_bit(
             walked = Walked("cpu", seed, sharpness=(2, 0.5, 6)[seed % 3])
             got, want = walked.together(rule, native_traverse)
             same_traversal(walked.tree, got, want, exactly=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("vocabulary", "top_k"), [(5, [2, 5]), (1000, [37, 1000]), (130, [1, 120])], ids=str
+)
+def test_probs_are_torchs_to_the_last_bit(
+    dtype: torch.dtype, vocabulary: int, top_k: list[int]
+) -> None:
+    for given in logits_to_try("cpu", dtype, vocabulary, top_k):
+        for use_top_p in (False, True):
+            got, want = (f(*given, use_top_p, False) for f in (native_probs, guided_probs))
+            assert torch.equal(got, want) and got.dtype == want.dtype
+
+
+@pytest.mark.parametrize("images", [1, 3])
+def test_places_are_torchs(images: int) -> None:
+    for given in places_to_try("cpu", images):
+        pairs = zip(native_place(*given), place_tokens(*given), strict=True)
+        assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in pairs)
+
+
+@pytest.mark.parametrize("vocabulary", [1, 7, 100, 4096])
+def test_races_are_won_by_the_first_of_the_largest(vocabulary: int) -> None:
+    """Of many ties, too, and where probabilities are NaN."""
+    torch.manual_seed(0)
+    probs, noise = torch.rand(3, 5, vocabulary), torch.rand(3, 5, vocabulary)
+    token = torch.arange(vocabulary).int()
+    for x, e in (
+        (probs, noise),
+        ((9 * probs).round(), (3 * noise).round()),
+        (probs * torch.nan, noise),
+    ):
+        assert torch.equal(native_race(x, e, token), race(x, e, token))
+
+
+@pytest.mark.parametrize("healthy", [True, False])
+@pytest.mark.parametrize("name", TREES_TO_COMMIT)
+def test_a_commit_leaves_the_state_that_torchs_leaves(name: str, healthy: bool) -> None:
+    check_commit(native_commit, name, healthy)
 
 
 @pytest.mark.parametrize(

@@ -298,6 +298,7 @@ class Kernels:
     probs: Callable[[Tensor, SamplingParams, bool, int, bool, bool], Tensor] = sampling.guided_probs
     sample: Callable[[Tensor, Tensor], Tensor] = sampling.sample
     sample_distinct: Callable[[Tensor, Tensor], Tensor] = sampling.sample_distinct
+    race: Callable[[Tensor, Tensor, Tensor], Tensor] = sampling.race
     walk: Walk | None = None
     traverse: Traverse | None = None
     product: Product | None = None

@@ -92,6 +92,11 @@ def race_noise(keys: Tensor, token: Tensor) -> Tensor:
     return -1.0 / (-share).log1p()
 
 
+def race(probs: Tensor, noise: Tensor, token: Tensor) -> Tensor:
+    """What `race_noise` [..., V] draws from probs [..., V], with `token` 0, 1, ... [V]: [...] int32."""
+    return topk_tokens(probs * noise, 1, token)[..., 0]
+
+
 @dataclass
 class SamplingParams:
     """How a batch is sampled, on the device. A greedy image has temperature 1 and no filters."""
@@ -110,7 +115,9 @@ def gather(x: Tensor, dim: int, index: Tensor) -> Tensor:
 
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:
     """Rows of x [A, T, X] at index [A, n]: [A, n, X]."""
-    return gather(x, 1, index[..., None].expand(-1, -1, x.shape[-1]))
+    if len(x) == 1:  # copied whole, of which a processor makes a tenth of the work
+        return x[0].index_select(0, index[0])[None]
+    return x.gather(1, index.long()[..., None].expand(-1, -1, x.shape[-1]))
 
 
 def topk_tokens(probs: Tensor, count: int, token: Tensor | None = None) -> Tensor:

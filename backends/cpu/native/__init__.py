@@ -72,7 +72,8 @@ HEADER = read_header(Path(__file__).with_name("decoder.h").read_text(encoding="u
 ABI = HEADER["LANTERN_ABI"]
 FORMATS = ("BFLOAT16", "FLOAT16", "FLOAT32", "INT8", "INT8_FLOAT32")
 BFLOAT16, FLOAT16, FLOAT32, INT8, INT8_FLOAT32 = (HEADER[name] for name in FORMATS)
-CMatrix, CLayer, CCall, CWalk = (HEADER[name] for name in ("Matrix", "Layer", "Call", "Walk"))
+STRUCTURES = ("Matrix", "Layer", "Call", "Walk", "Place", "Commit")
+CMatrix, CLayer, CCall, CWalk, CPlace, CCommit = (HEADER[name] for name in STRUCTURES)
 
 
 # ------------------------------------------------------------------------------------ the library

@@ -106,6 +106,7 @@ static uint8_t BYTES[2][128] __attribute__((aligned(64)));  /* of 0 to 127 as bf
 #define FORMAT INT8_FLOAT32
 #include "kernels.h"
 #include "sampling.h"
+#include "step.h"
 #undef ISA
 #undef LANES
 #undef V

@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-#define LANTERN_ABI 9
+#define LANTERN_ABI 10
 
 /* Number formats: of the matrices, and of activations, caches and features. */
 #define BFLOAT16 0
@@ -91,5 +91,40 @@ int lantern_draw(int64_t threads, int64_t rows, int64_t n, int64_t draws, const 
 int lantern_walk(const Walk *walk);
 /* The same with drafts verified together, see `Traverse` there: exact, or blended. */
 int lantern_traverse(const Walk *walk);
+
+/* Of a step around its passes: see `step.h`. Where the T new tokens of R rows of B images are; each image's table says
+ * which of the X positions from its start on a token attends to. See `place_tokens` of `lantern_hpu/ops/kernels.py`. */
+typedef struct {
+    int64_t images, rows, tokens, width, capacity, turns;      /* B, R, T, X, S, numbers of a position's angles */
+    int64_t threads;
+    double hidden;                                             /* what the mask adds where a token attends to nothing */
+    const int32_t *start, *offset, *column, *row_start;        /* [B], [B, T], [T], [R] */
+    const uint8_t *table;                                      /* [B, T, X] */
+    const uint8_t *valid;                                      /* [R, S], or null */
+    const int32_t *pads;                                       /* [R], or null */
+    const float *angles;                                       /* [positions, turns] */
+    float *rope, *mask;                                        /* [R, T, turns], [R, T, S] */
+    int32_t *index;                                            /* [R, T] */
+} Place;
+
+/* What a step of B images keeps: see `Commit` there. */
+typedef struct {
+    int64_t images, nodes, depths, judged, vocabulary;         /* B, M, D, J, V */
+    int64_t columns, prefix, last, size;                       /* of `tokens` for each image; as `Commit` has them */
+    const int32_t *node, *bonus;                               /* [B] */
+    const uint8_t *helped;                                     /* [B, D] */
+    const float *probs;                                        /* [B, J, V] */
+    const int32_t *path, *depth, *drafts;                      /* [B, M, D + 1], [B, M], [B, M] */
+    int32_t *way, *news, *added, *before;                      /* [B, D + 1], [B, D + 1], [B], [B] */
+    int32_t *tokens, *count, *root, *known, *steps, *accepted, *relaxed, *spoiled;  /* of the state */
+    int32_t *source, *goal;                                    /* [B, D], or null */
+} Commit;
+
+int lantern_place(const Place *place);
+/* Logits [B, T, n] after guidance, temperature and top-k, where `most` is not 0, from [R, T, n]. */
+int lantern_scale(int64_t threads, int64_t images, int64_t tokens, int64_t n, int64_t guided, int64_t most, const float *logits, const float *cfg, const float *heat, const int32_t *top_k, float *scaled);
+/* The first of the largest products of each row: tokens [rows] from probs and noise [rows, n]. */
+int lantern_race(int64_t threads, int64_t rows, int64_t n, const float *probs, const float *noise, int32_t *tokens);
+int lantern_commit(const Commit *commit);
 
 #endif

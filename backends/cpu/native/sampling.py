@@ -1,7 +1,8 @@
-"""Draws and the walk down a verified tree in C, by `sampling.h`.
+"""What a step does between its matrices in C, by `sampling.h` and `step.h`.
 
-Their plain twins are in `ops/sampling.py` and `decode/walk.py`. Both give the same to the last bit where torch sums
-in one thread, as 2.13 does on x86-64 up to 32,767 tokens: sums run in its order. Beyond, they agree within rounding.
+The plain twins are where `Kernels` says. Both give the same to the last bit where torch sums in one thread, as 2.13
+does on x86-64 up to 32,767 tokens: sums run in its order, and exponentials are torch's own. Beyond, the walks agree
+within rounding.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ import torch
 from torch import Tensor
 
 from lantern_hpu.backends.base import operator
-from lantern_hpu.backends.cpu.native import CWalk, call, pointer
-from lantern_hpu.ops.kernels import PLAIN, Kernels
+from lantern_hpu.backends.cpu.native import CCommit, CPlace, CWalk, call, pointer
+from lantern_hpu.ops.kernels import PLAIN, Kernels, Placed
+from lantern_hpu.ops.sampling import SamplingParams, guided_probs
+
+# ------------------------------------------------------------------------------ draws and walks
 
 
 def like_tokens(probs: Tensor, uniform: Tensor) -> Tensor:
@@ -101,7 +105,107 @@ def walked(
     return made
 
 
+# ------------------------------------------------------------------------------ around the passes
+
+
+def placed(start: Tensor, offset: Tensor, *given: Any) -> Placed:
+    """Rope [R, T, 2, hd / 2], mask [R, 1, T, S] and index [R * T], to be filled; the arguments are `place_tokens`'."""
+    *_, angles, slot, row_start, dtype = given
+    rows, tokens = len(row_start), offset.shape[1]
+    rope = angles.new_empty(rows, tokens, *angles.shape[1:], dtype=dtype)
+    mask = angles.new_empty(rows, 1, tokens, len(slot), dtype=dtype)
+    return rope, mask, start.new_empty(rows * tokens)
+
+
+@operator(
+    "native_place(Tensor start, Tensor offset, Tensor column, Tensor table, Tensor? valid, Tensor? pads,"
+    " Tensor angles, Tensor slot, Tensor row_start, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
+    placed,
+)
+def native_place(*given: Any) -> Placed:
+    """See `lantern_hpu.ops.kernels.place_tokens`."""
+    *tensors, dtype = given
+    inputs: list[Any] = [None if x is None else x.contiguous() for x in tensors]
+    start, offset, column, table, valid, pads, angles, slot, row_start = inputs
+    rope, mask, index = placed(*inputs, torch.float32)
+    sizes = (len(start), len(row_start), *table.shape[1:], len(slot), 2 * angles.shape[2])
+    how = (torch.get_num_threads(), torch.finfo(dtype).min)
+    tensors = (start, offset, column, row_start, table, valid, pads, angles, rope, mask, index)
+    call("lantern_place", byref(CPlace(*sizes, *how, *map(pointer, tensors))))
+    return rope.to(dtype), mask.to(dtype), index
+
+
+def scaled(logits: Tensor, *given: Any) -> Tensor:
+    """What `native_scale` returns, to be filled."""
+    images = len(logits) // (1 + given[-2])  # twice the rows with guidance
+    return logits.new_empty(images, *logits.shape[1:], dtype=torch.float32)
+
+
+@operator(
+    "native_scale(Tensor logits, Tensor cfg_scale, Tensor heat, Tensor top_k, bool guidance, int most) -> Tensor",
+    scaled,
+)
+def native_scale(logits: Tensor, *given: Any) -> Tensor:
+    """Logits [R, T, V] after guidance, temperature and top-k: [B, T, V] float32."""
+    *each, guidance, most = given
+    logits, result = logits.float().contiguous(), scaled(logits, *given)
+    sizes = (torch.get_num_threads(), *result.shape, guidance, most)
+    call("lantern_scale", *sizes, *map(pointer, (logits, *each, result)))
+    return result
+
+
+def native_probs(logits: Tensor, params: SamplingParams, *filters: Any) -> Tensor:
+    """`sampling.guided_probs`; a batch that uses top-p takes the plain form, which sorts."""
+    guidance, most, use_top_p, *_ = filters
+    if use_top_p:
+        return guided_probs(logits, params, *filters)
+    each = (params.cfg_scale, params.temperature, params.top_k)
+    result: Tensor = native_scale(logits, *each, guidance, most)
+    return result.softmax(-1)
+
+
+@operator(
+    "native_race(Tensor probs, Tensor noise, Tensor token) -> Tensor",
+    lambda probs, *_: probs.new_empty(probs.shape[:-1], dtype=torch.int32),
+)
+def native_race(probs: Tensor, noise: Tensor, _: Tensor) -> Tensor:
+    """`sampling.race`: probs and noise [..., V] float32 -> [...] int32."""
+    probs, noise = probs.contiguous(), noise.contiguous()
+    tokens = probs.new_empty(probs.shape[:-1], dtype=torch.int32)
+    sizes = (torch.get_num_threads(), tokens.numel(), probs.shape[-1])
+    call("lantern_race", *sizes, *map(pointer, (probs, noise, tokens)))
+    return tokens
+
+
+Kept = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def kept(node: Tensor, bonus: Tensor, helped: Tensor, probs: Tensor, path: Tensor, *_: Any) -> Kept:
+    """What `Commit` returns, to be filled."""
+    way = node.new_empty(len(node), path.shape[-1])
+    return way, torch.empty_like(way), torch.empty_like(node), torch.empty_like(node)
+
+
+@operator(
+    "native_commit(Tensor node, Tensor bonus, Tensor helped, Tensor probs, Tensor path, Tensor depth, Tensor drafts,"
+    " Tensor(a!)[] state, int prefix, int last, int size) -> (Tensor, Tensor, Tensor, Tensor)",
+    kept,
+)
+def native_commit(*given: Any) -> Kept:
+    """See `lantern_hpu.ops.kernels.Commit`."""
+    *tensors, state, prefix, last, size = given
+    inputs = [x.contiguous() for x in tensors]
+    node, _, helped, probs, *_, drafts = inputs
+    made = kept(*inputs)
+    sizes = (len(node), drafts.shape[1], helped.shape[1], *probs.shape[1:])
+    ends = (len(state[0]) // len(node), prefix, last, size)
+    commit = CCommit(*sizes, *ends, *map(pointer, (*inputs, *made, *state)))
+    call("lantern_commit", byref(commit))
+    return made
+
+
 def native_kernels() -> Kernels:
-    """The plain ones, but for draws and walks."""
-    draws = replace(PLAIN, sample=native_sample, sample_distinct=native_distinct)
-    return replace(draws, walk=native_walk, traverse=native_traverse)
+    """The plain ones, but for what is here."""
+    draws = replace(PLAIN, sample=native_sample, sample_distinct=native_distinct, race=native_race)
+    walks = replace(draws, walk=native_walk, traverse=native_traverse)
+    return replace(walks, place=native_place, probs=native_probs, commit=native_commit)

@@ -38,7 +38,7 @@ from lantern_hpu.decode.spec import Spec, keeps_noise, token_columns
 from lantern_hpu.decode.state import DecodeState, PrefillInput
 from lantern_hpu.models.transformer import Target
 from lantern_hpu.ops.buffers import Choice, arange32, constant
-from lantern_hpu.ops.sampling import ROUNDS, gather, gather_rows, race_noise, topk_tokens
+from lantern_hpu.ops.sampling import ROUNDS, gather, gather_rows, race_noise
 from lantern_hpu.tree import Window
 
 CHUNK = 16  # places whose noise is made at once: it stays in a processor's cache
@@ -94,7 +94,7 @@ class WindowDrafting(Drafting):
         """One token of each distribution [B, T] by its noise, both [B, T, V]; of a greedy image the most probable."""
         if self.spec.use_greedy:
             noise = noise.masked_fill(state.sampling.greedy[:, None, None], 1.0)
-        return topk_tokens(probs * noise, 1, self.token)[..., 0]
+        return self.sampler.kernels.race(probs, noise, self.token)
 
     def draw(self, probs: Tensor, place: Tensor, state: DecodeState) -> Tensor:
         """One token of each distribution [B, T, V] by the fixed noise of image tokens [B, T]: [B, T]."""
