@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -275,6 +275,37 @@ class Commit(Protocol):
         size: int,  # positions of a row
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What `Step.keep` returns."""
+
+
+# What a device's own forms return, to be filled; the arguments are theirs.
+
+
+def tokens_out(probs: Tensor, uniform: Tensor) -> Tensor:
+    """Of `sample_distinct`."""
+    return uniform.new_empty(uniform.shape, dtype=torch.int32)
+
+
+def probs_out(logits: Tensor, *given: Any) -> Tensor:
+    """Of logits [R, T, V]: [B, T, V] float32; `given` ends with the guidance and the largest top-k."""
+    images = len(logits) // (1 + given[-2])
+    return logits.new_empty(images, *logits.shape[1:], dtype=torch.float32)
+
+
+def placed_out(start: Tensor, offset: Tensor, *given: Any) -> Placed:
+    """Of `place_tokens`."""
+    *_, angles, slot, row_start, dtype = given
+    rows, tokens = len(row_start), offset.shape[1]
+    rope = angles.new_empty(rows, tokens, *angles.shape[1:], dtype=dtype)
+    mask = angles.new_empty(rows, 1, tokens, len(slot), dtype=dtype)
+    return rope, mask, start.new_empty(rows * tokens)
+
+
+def kept_out(
+    node: Tensor, bonus: Tensor, helped: Tensor, probs: Tensor, path: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of `Commit`."""
+    way = node.new_empty(len(node), path.shape[-1])
+    return way, torch.empty_like(way), torch.empty_like(node), torch.empty_like(node)
 
 
 @dataclass(frozen=True)

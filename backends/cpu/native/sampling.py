@@ -17,21 +17,25 @@ from torch import Tensor
 
 from lantern_hpu.backends.base import operator
 from lantern_hpu.backends.cpu.native import CCommit, CPlace, CWalk, call, pointer
-from lantern_hpu.ops.kernels import PLAIN, Kernels, Placed
+from lantern_hpu.ops.kernels import (
+    PLAIN,
+    Kernels,
+    Placed,
+    kept_out,
+    placed_out,
+    probs_out,
+    tokens_out,
+)
 from lantern_hpu.ops.sampling import SamplingParams, guided_probs
 
 # ------------------------------------------------------------------------------ draws and walks
 
 
-def like_tokens(probs: Tensor, uniform: Tensor) -> Tensor:
-    return uniform.new_empty(uniform.shape, dtype=torch.int32)
-
-
-@operator("native_draw(Tensor probs, Tensor uniform) -> Tensor", like_tokens)
+@operator("native_draw(Tensor probs, Tensor uniform) -> Tensor", tokens_out)
 def native_distinct(probs: Tensor, uniform: Tensor) -> Tensor:
     """`sampling.sample_distinct`: probs [..., V] float32, uniform [..., c] -> [..., c] int32."""
     assert probs.dtype == uniform.dtype == torch.float32 and probs.shape[:-1] == uniform.shape[:-1]
-    probs, uniform, tokens = probs.contiguous(), uniform.contiguous(), like_tokens(probs, uniform)
+    probs, uniform, tokens = probs.contiguous(), uniform.contiguous(), tokens_out(probs, uniform)
     rows, draws = probs.numel() // probs.shape[-1], uniform.shape[-1]
     sizes = (torch.get_num_threads(), rows, probs.shape[-1], draws)
     call("lantern_draw", *sizes, *map(pointer, (probs, uniform, tokens)))
@@ -108,47 +112,32 @@ def walked(
 # ------------------------------------------------------------------------------ around the passes
 
 
-def placed(start: Tensor, offset: Tensor, *given: Any) -> Placed:
-    """Rope [R, T, 2, hd / 2], mask [R, 1, T, S] and index [R * T], to be filled; the arguments are `place_tokens`'."""
-    *_, angles, slot, row_start, dtype = given
-    rows, tokens = len(row_start), offset.shape[1]
-    rope = angles.new_empty(rows, tokens, *angles.shape[1:], dtype=dtype)
-    mask = angles.new_empty(rows, 1, tokens, len(slot), dtype=dtype)
-    return rope, mask, start.new_empty(rows * tokens)
-
-
 @operator(
     "native_place(Tensor start, Tensor offset, Tensor column, Tensor table, Tensor? valid, Tensor? pads,"
     " Tensor angles, Tensor slot, Tensor row_start, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
-    placed,
+    placed_out,
 )
 def native_place(*given: Any) -> Placed:
     """See `lantern_hpu.ops.kernels.place_tokens`."""
     *tensors, dtype = given
     inputs: list[Any] = [None if x is None else x.contiguous() for x in tensors]
     start, offset, column, table, valid, pads, angles, slot, row_start = inputs
-    rope, mask, index = placed(*inputs, torch.float32)
+    rope, mask, index = placed_out(*inputs, torch.float32)
     sizes = (len(start), len(row_start), *table.shape[1:], len(slot), 2 * angles.shape[2])
     how = (torch.get_num_threads(), torch.finfo(dtype).min)
-    tensors = (start, offset, column, row_start, table, valid, pads, angles, rope, mask, index)
-    call("lantern_place", byref(CPlace(*sizes, *how, *map(pointer, tensors))))
+    taken = (start, offset, column, row_start, table, valid, pads, angles, rope, mask, index)
+    call("lantern_place", byref(CPlace(*sizes, *how, *map(pointer, taken))))
     return rope.to(dtype), mask.to(dtype), index
-
-
-def scaled(logits: Tensor, *given: Any) -> Tensor:
-    """What `native_scale` returns, to be filled."""
-    images = len(logits) // (1 + given[-2])  # twice the rows with guidance
-    return logits.new_empty(images, *logits.shape[1:], dtype=torch.float32)
 
 
 @operator(
     "native_scale(Tensor logits, Tensor cfg_scale, Tensor heat, Tensor top_k, bool guidance, int most) -> Tensor",
-    scaled,
+    probs_out,
 )
 def native_scale(logits: Tensor, *given: Any) -> Tensor:
     """Logits [R, T, V] after guidance, temperature and top-k: [B, T, V] float32."""
     *each, guidance, most = given
-    logits, result = logits.float().contiguous(), scaled(logits, *given)
+    logits, result = logits.float().contiguous(), probs_out(logits, *given)
     sizes = (torch.get_num_threads(), *result.shape, guidance, most)
     call("lantern_scale", *sizes, *map(pointer, (logits, *each, result)))
     return result
@@ -177,26 +166,17 @@ def native_race(probs: Tensor, noise: Tensor, _: Tensor) -> Tensor:
     return tokens
 
 
-Kept = tuple[Tensor, Tensor, Tensor, Tensor]
-
-
-def kept(node: Tensor, bonus: Tensor, helped: Tensor, probs: Tensor, path: Tensor, *_: Any) -> Kept:
-    """What `Commit` returns, to be filled."""
-    way = node.new_empty(len(node), path.shape[-1])
-    return way, torch.empty_like(way), torch.empty_like(node), torch.empty_like(node)
-
-
 @operator(
     "native_commit(Tensor node, Tensor bonus, Tensor helped, Tensor probs, Tensor path, Tensor depth, Tensor drafts,"
     " Tensor(a!)[] state, int prefix, int last, int size) -> (Tensor, Tensor, Tensor, Tensor)",
-    kept,
+    kept_out,
 )
-def native_commit(*given: Any) -> Kept:
+def native_commit(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `lantern_hpu.ops.kernels.Commit`."""
     *tensors, state, prefix, last, size = given
     inputs = [x.contiguous() for x in tensors]
     node, _, helped, probs, *_, drafts = inputs
-    made = kept(*inputs)
+    made = kept_out(*inputs)
     sizes = (len(node), drafts.shape[1], helped.shape[1], *probs.shape[1:])
     ends = (len(state[0]) // len(node), prefix, last, size)
     commit = CCommit(*sizes, *ends, *map(pointer, (*inputs, *made, *state)))

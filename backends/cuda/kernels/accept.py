@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lantern_hpu.backends.base import operator
 from lantern_hpu.backends.cuda.kernels.programs import EXACTLY, block_of, packed, warps
+from lantern_hpu.ops.kernels import kept_out
 
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
@@ -523,16 +524,6 @@ def commit_kernel(
         tl.store(goal + place, tl.where(beyond < 0, start + level, idle), mask=order < D)
 
 
-Kept = tuple[Tensor, Tensor, Tensor, Tensor]
-
-
-def kept_out(
-    node: Tensor, bonus: Tensor, helped: Tensor, probs: Tensor, path: Tensor, *others: object
-) -> Kept:
-    way = node.new_empty(len(node), path.shape[-1])
-    return way, node.new_empty(way.shape), node.new_empty(node.shape), node.new_empty(node.shape)
-
-
 @operator(
     "commit(Tensor node, Tensor bonus, Tensor helped, Tensor probs, Tensor path, Tensor depth, Tensor drafts,"
     " Tensor(a!)[] state, int prefix, int last, int size) -> (Tensor, Tensor, Tensor, Tensor)",
@@ -550,7 +541,7 @@ def triton_commit(
     prefix: int,
     last: int,
     size: int,
-) -> Kept:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `lantern_hpu.ops.kernels.Commit`."""
     made = kept_out(node, bonus, helped, probs, path)
     (images, judged, vocabulary), deepest = probs.shape, helped.shape[1]

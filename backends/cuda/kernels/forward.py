@@ -20,6 +20,7 @@ from lantern_hpu.ops.kernels import (
     CacheWrite,
     Placed,
     add_norm,
+    placed_out,
     rms_norm,
     rotate,
     rotate_into,
@@ -396,24 +397,6 @@ def place_kernel(
     if valid is not None:
         seen = seen & (tl.load(valid + row * S + slot, mask=slot < S, other=0) != 0)
     tl.store(mask + place.to(tl.int64) * S + slot, tl.where(seen, 0.0, FLOOR), mask=slot < S)
-
-
-def placed_out(
-    start: Tensor,
-    offset: Tensor,
-    column: Tensor,
-    table: Tensor,
-    valid: Tensor | None,
-    pads: Tensor | None,
-    angles: Tensor,
-    slot: Tensor,
-    row_start: Tensor,
-    dtype: Any,
-) -> Placed:
-    rows, tokens = len(row_start), len(column)
-    rope = angles.new_empty(rows, tokens, *angles.shape[1:], dtype=dtype)
-    mask = angles.new_empty(rows, 1, tokens, len(slot), dtype=dtype)
-    return rope, mask, start.new_empty(rows * tokens)
 
 
 @operator(

@@ -9,7 +9,6 @@ and the rest summed again, while the probabilities stay in registers: each draw 
 
 # Triton reads the annotations of its functions: they are not postponed, and say `constexpr` or nothing.
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,6 +16,7 @@ from torch import Tensor
 from lantern_hpu.backends.base import operator
 from lantern_hpu.backends.cuda.kernels.programs import EXACTLY, LARGEST, block_of, warps
 from lantern_hpu.ops import sampling
+from lantern_hpu.ops.kernels import probs_out, tokens_out
 from lantern_hpu.ops.sampling import SamplingParams, guided_probs
 
 # ---------------------------------------------------------------------------------- probabilities
@@ -71,14 +71,6 @@ def probs_kernel(
             # What is no number stays, and makes all of the row none, as in the plain form.
             mass = tl.where((x >= kth_largest(x, k)) | (x != x), mass, 0.0)
     tl.store(out + row * V + token, mass / tl.sum(mass, 0), mask=there)
-
-
-def probs_out(
-    logits: Tensor, cfg: Tensor, heat: Tensor, top_k: Tensor, guidance: bool, most: int
-) -> Tensor:
-    rows, tokens, vocabulary = logits.shape
-    images = rows // 2 if guidance else rows
-    return logits.new_empty(images, tokens, vocabulary, dtype=torch.float32)
 
 
 @operator(
@@ -160,14 +152,10 @@ def distinct_kernel(
         left = tl.where(token == drawn, 0.0, left)
 
 
-def distinct_out(probs: Tensor, uniform: Tensor) -> Tensor:
-    return uniform.new_empty(uniform.shape, dtype=torch.int32)
-
-
-@operator("distinct(Tensor probs, Tensor uniform) -> Tensor", distinct_out)
+@operator("distinct(Tensor probs, Tensor uniform) -> Tensor", tokens_out)
 def launch_distinct(probs: Tensor, uniform: Tensor) -> Tensor:
     """probs [..., V], uniform [..., draws] -> [..., draws] int32."""
-    out = distinct_out(probs, uniform)
+    out = tokens_out(probs, uniform)
     vocabulary, draws = probs.shape[-1], uniform.shape[-1]
     block = block_of(vocabulary)
     distinct_kernel[(out.numel() // draws,)](
