@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import importlib
 import multiprocessing
+import os
 import sys
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, wraps
 from importlib.util import find_spec
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -807,25 +810,6 @@ def test_commit_leaves_the_state_that_the_plain_one_leaves(
     check_commit(commit, name, healthy)
 
 
-def deep_commit(drafts: int, images: int = 2) -> tuple[Any, ...]:
-    """Arguments of a commit of a chain whose drafts are all accepted."""
-    nodes, last = drafts + 1, 5 * drafts
-
-    def none(*shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=torch.int32)
-
-    node = torch.arange(nodes, dtype=torch.int32)
-    paths = torch.minimum(node[None, :], node[:, None]).expand(images, -1, -1)
-    tokens = (100 + node).expand(images, -1).contiguous()
-    shapes = [(images * (last + nodes + 1),), *[(images,)] * 4, (images, drafts)]
-    shapes += [(images,), (images,), (images, drafts), (images, drafts)]
-    state = tuple(none(*shape) for shape in shapes)
-    judged = none(images, drafts).bool(), torch.ones(images, nodes, 7)
-    walked = none(images) + drafts, none(images) + 999, *judged
-    depth = node.expand(images, -1)
-    return (*walked, paths, depth, tokens, state, 2, last, 2 + last + 3 * nodes)
-
-
 @pytest.mark.parametrize(
     "name",
     mostly_slow(["commit", "add_norm", "rotate_into", "attend", "walk", "traverse"], "commit"),
@@ -836,10 +820,12 @@ def test_no_bit_depends_on_which_warp_is_ahead(device: str, name: str) -> None:
         pytest.skip("the interpreter's warps wait for each other")
     from tests.warps import FIRST_AHEAD, LAST_AHEAD, warps_apart
 
-    kernel, calls = getattr(kernels(), name), [deep_commit(32), deep_commit(96)]
+    kernel = getattr(kernels(), name)
+    calls = [checks.chained_commit(drafts)[0] for drafts in (32, 96)]
     if name != "commit":
-        found = checks.kernel_examples(torch.device("cpu"), torch.float32)[name]
-        calls = [tuple(call) for call, _ in found]
+        calls = [
+            call for call, _ in checks.kernel_examples(torch.device("cpu"), torch.float32)[name]
+        ]
     for call in calls:
         want = outcome(kernel, call)
         for order in (FIRST_AHEAD, LAST_AHEAD):
@@ -1064,12 +1050,95 @@ def test_kernel_that_is_wrong_or_fails_is_replaced(device: str) -> None:
     assert served.sample is kernels().sample
 
 
+MACHINE = {"card": "H", "driver": "580.1"}
+
+
+class Served:
+    """Kernels that are the plain ones, but for a name, and calls of theirs."""
+
+    def __init__(self, wrong: str = "", error: Exception | None = None) -> None:
+        self.calls, self.wrong, self.error = Counter[str](), wrong, error
+
+    def kernels(self) -> Kernels:
+        return replace(PLAIN, **{name: self.own(name) for name in checks.TWINS})
+
+    def own(self, name: str) -> Callable[..., Any]:
+        def kernel(*given: Any) -> Any:
+            self.calls[name] += 1
+            result = checks.TWINS[name](*given)
+            if name != self.wrong:
+                return result
+            if self.error:
+                raise self.error
+            return tuple(1.1 * x for x in result) if isinstance(result, tuple) else result + 1
+
+        return kernel
+
+
+@pytest.fixture
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LANTERN_HPU_CACHE", str(tmp_path / "cache"))
+
+
+def held(served: Served, machine: dict[str, str] = MACHINE, **sizes: Any) -> dict[str, str]:
+    given = tiny_config(kv_heads=1, **sizes), torch.device("cpu"), torch.float32, machine
+    return checks.held_to_twins(served.kernels(), *given)
+
+
+@pytest.mark.usefixtures("own_folder")
+@pytest.mark.parametrize("wrong", [name for name in checks.TWINS if name != "product"])
+def test_a_kernel_that_is_wrong_in_the_sizes_of_a_model_is_named_and_remembered(wrong: str) -> None:
+    why = "it does not give what the plain one gives"
+    assert held(Served(wrong)) == {wrong: why}
+    later = Served()
+    assert held(later) == {wrong: why} and not later.calls
+    (line,) = checks.kept_verdicts(MACHINE)
+    assert line.startswith("float32, dim 64, heads 2, kv 1, ") and f"; {wrong} is refused: " in line
+    for machine, sizes in ((MACHINE | {"driver": "570.2"}, {}), (MACHINE, {"ffn_dim": 192})):
+        another = Served()
+        assert not held(another, machine, **sizes) and another.calls[wrong]
+    assert len(checks.kept_verdicts(MACHINE)) == 2
+
+
+@pytest.mark.usefixtures("own_folder")
+def test_memory_that_is_short_says_nothing_of_a_kernel() -> None:
+    with pytest.raises(torch.OutOfMemoryError):
+        held(Served("swiglu", torch.OutOfMemoryError("CUDA out of memory")))
+    assert not checks.kept_verdicts(MACHINE)
+
+
+@pytest.mark.slow
+@on_devices
+def test_kernels_agree_in_the_sizes_of_a_model(device: str) -> None:
+    """Of all that there are, and so what is worked out by hand for a walk and for a commit of more drafts."""
+    config = tiny_config(kv_heads=1)
+    card, machine = torch.device(device), {"card": "this", "process": str(os.getpid())}
+    assert not checks.held_to_twins(kernels(), config, card, torch.float32, machine)
+    served = [n for n, how in kernels().names().items() if how != "plain" and n != "product"]
+    assert {"walk", "traverse", "commit"} < set(served) and f"{len(served)} agree" in str(
+        checks.kept_verdicts(machine)
+    )
+
+
+def test_cards_without_matrix_units_keep_torchs_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    fine = Candidate(lambda: print, [], 0.0)  # type: ignore[arg-type, return-value]
+    monkeypatch.setattr(Candidate, "agrees", lambda self: True)
+    names = dict.fromkeys(BACKENDS["cuda"].kernels, fine)
+    monkeypatch.setattr("lantern_hpu.backends.cuda.kernels.triton_candidates", lambda *_: names)
+    for capability, own in (((7, 5), False), ((8, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
+        served = triton_kernels.__wrapped__(torch.device("cuda"), torch.float16)
+        assert (served.attention is print) == (served.attend is print) == own
+        assert served.swiglu is print
+
+
 def test_vocabularies_that_no_program_holds_take_the_plain_forms(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Emu3.5's: its walks would spill 11,692 bytes a thread, its draws 12,264."""
     walk: Any = print
     made = replace(PLAIN, walk=walk, traverse=walk)
+    monkeypatch.setattr(CUDABackend, "held_kernels", lambda self, made, *_: made)
     monkeypatch.setattr("lantern_hpu.backends.cuda.kernels.triton_kernels", lambda *_: made)
     served = {
         name: CUDABackend().own_kernels(torch.bfloat16, entries()[name].config.target)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -17,7 +18,7 @@ from lantern_hpu.backends.base import Backend, Candidate, DevicePlan, Memory, Tr
 from lantern_hpu.backends.cuda import forms
 from lantern_hpu.backends.cuda.kernels.programs import AMPERE, SMALL_ROWS
 from lantern_hpu.errors import Arg, DeviceError, shell, words
-from lantern_hpu.ops.kernels import Kernels, Sizes
+from lantern_hpu.ops.kernels import PLAIN, Kernels, Sizes
 
 # ------------------------------------------------------------------------------------------ dtypes
 
@@ -133,7 +134,20 @@ class CUDABackend(Backend):
         kernels = triton_kernels(self.device, dtype)
         if sizes is not None and sizes.vocab_size > LARGEST:
             kernels = replace(kernels, walk=None, traverse=None)
-        return kernels
+        return kernels if sizes is None else self.held_kernels(kernels, dtype, sizes)
+
+    def held_kernels(self, kernels: Kernels, dtype: torch.dtype, sizes: Sizes) -> Kernels:
+        """Those that agree with their plain twins in the sizes of a model."""
+        from lantern_hpu.backends.cuda.kernels.checks import held_to_twins
+
+        if kernels is PLAIN:
+            return PLAIN
+        machine = forms.Card().machine()
+        refused = held_to_twins(kernels, sizes, self.device, dtype, machine)
+        if refused:
+            why = "; ".join(f"{name}: {why}" for name, why in refused.items())
+            warnings.warn(f"plain kernels serve in place of {why}", stacklevel=2)
+        return replace(kernels, **{name: getattr(PLAIN, name) for name in refused})
 
     def fit(self, config: Sizes, options: DeviceOptions) -> DevicePlan:
         return CUDAPlan(**vars(super().fit(config, options)))
@@ -147,14 +161,16 @@ class CUDABackend(Backend):
         return forms.kept_choices(forms.Card().machine())
 
     def try_kernel(self) -> str:
-        from lantern_hpu.backends.cuda.kernels.checks import fault
+        from lantern_hpu.backends.cuda.kernels.checks import fault, kept_verdicts
 
         try:
             dtype = self.number_format("auto")[0]
             why = fault(self.candidates(dtype)["swiglu"])
         except ImportError as error:
             why = f"{error}; pip install triton"
-        return f"plain ones serve: {why}" if why else "Triton builds them here"
+        if why:
+            return f"plain ones serve: {why}"
+        return "\n".join(["Triton builds them here", *kept_verdicts(forms.Card().machine())])
 
     @cached_property
     def capture_stream(self) -> Any:

@@ -7,7 +7,6 @@ built, is wrong or is not faster, and where the choice cannot be kept.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 
 from lantern_hpu.backends.base import Candidate, dtype_name
 from lantern_hpu.backends.cuda.kernels import checks
-from lantern_hpu.backends.cuda.kernels.programs import AMPERE, FORMS
+from lantern_hpu.backends.cuda.kernels.programs import FORMS, has_matrix_units
 from lantern_hpu.errors import LanternError, OutputError
 from lantern_hpu.files import own_cache, reading, write_file
 from lantern_hpu.ops.kernels import Kernels, product
@@ -46,8 +45,8 @@ class Card:
         return about | {"torch": torch.__version__, "triton": triton.__version__}
 
     def multiplies_matrices(self) -> bool:
-        """Whether Triton's `dot` has units here; without them it is many times slower than cuBLAS."""
-        return torch.cuda.get_device_capability() >= AMPERE
+        """Whether the forms by `tl.dot` are worth a try; without units they are many times slower than cuBLAS."""
+        return has_matrix_units(torch.device("cuda"))
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -257,11 +256,11 @@ class Forms:
         """What was chosen for this machine, now if not before; of two processes the first that writes decides."""
         numbers = {form: str(FORMS[form]) for form in offered}
         about = {"name": str(asked), "forms": numbers, "kernel": checks.text_digest(*TEXTS)}
-        file = own_cache("forms") / f"{digest(about)}-{digest(self.machine)}.json"
+        file = own_cache("forms") / f"{checks.digest(about)}-{checks.digest(self.machine)}.json"
         check = ProductCheck(asked, self.multiply)
         if not file.exists():
             form, why = self.fastest(asked, check, offered)
-            others = map(self.apart, file.parent.glob(f"{digest(about)}-*"))
+            others = map(self.apart, file.parent.glob(f"{checks.digest(about)}-*"))
             why = "; ".join([why, *filter(None, others)])
             result = {"form": form, "why": why, "machine": self.machine, "product": about}
             with suppress(OutputError):
@@ -307,10 +306,6 @@ class Forms:
                 self.multiply(form, *part.arguments(x, added))
 
         return self.card.seconds(run) / len(asked.parts)
-
-
-def digest(about: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def kept_choices(machine: dict[str, str]) -> list[str]:

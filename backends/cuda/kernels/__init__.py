@@ -13,7 +13,10 @@ from typing import Any
 import torch
 
 from lantern_hpu.backends.base import Candidate
+from lantern_hpu.backends.cuda.kernels.programs import has_matrix_units
 from lantern_hpu.ops.kernels import PLAIN, Kernels
+
+BY_DOT = ("attention", "attend")  # without matrix units minutes to compile, and slower than torch's
 
 
 @cache
@@ -32,6 +35,8 @@ def triton_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
         return PLAIN
     from lantern_hpu.backends.cuda.kernels.checks import fault
 
+    if not has_matrix_units(device):
+        result = {name: candidate for name, candidate in result.items() if name not in BY_DOT}
     refused = {name: why for name, candidate in result.items() if (why := fault(candidate))}
     if refused:
         why = "; ".join(f"{name}: {why}" for name, why in refused.items())

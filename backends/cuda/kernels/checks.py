@@ -1,21 +1,27 @@
-"""Whether a kernel does on a device what its plain twin does: a few small calls, made before it is used."""
+"""Whether a kernel does on a device what its plain twin does: a few small calls, made before it is used, and once on a
+machine some in the sizes of a model."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lantern_hpu.backends.base import Candidate, Example, outcome, tensors
+from lantern_hpu.backends.base import Candidate, Example, dtype_name, outcome, tensors
 from lantern_hpu.backends.cuda.kernels.programs import FORMS
+from lantern_hpu.errors import LanternError
+from lantern_hpu.files import own_cache, reading, write_file
 from lantern_hpu.ops import kernels, sampling
-from lantern_hpu.ops.kernels import CacheWrite
+from lantern_hpu.ops.buffers import additive_mask
+from lantern_hpu.ops.kernels import CacheWrite, Kernels, Sizes
 from lantern_hpu.ops.sampling import SamplingParams
 
 TWINS: dict[str, Callable[..., Any]] = {
@@ -34,6 +40,10 @@ TWINS: dict[str, Callable[..., Any]] = {
 }
 
 
+def digest(about: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
+
+
 @cache
 def text_digest(*names: str) -> str:
     """Of files beside this one: what a kernel did says nothing of another text."""
@@ -50,6 +60,8 @@ def fault(candidate: Candidate) -> str:
     """What is wrong with a kernel; nothing if the outcome is what is wanted."""
     try:
         return "" if candidate.agrees() else "it does not give what the plain one gives"
+    except torch.OutOfMemoryError:  # which says nothing about the kernel
+        raise
     except Exception as error:  # from Triton, the driver, or a compiler that is not there
         return error_line(error)
 
@@ -193,8 +205,10 @@ def worked_commit(device: torch.device) -> Example:
     return (*given, state, 2, 5, 16), [*made, *given, *after]
 
 
-def worked_walks(device: torch.device) -> dict[str, Example]:
+def worked_walks(device: torch.device, vocabulary: int = 5) -> dict[str, Example]:
     """Both walks worked out by hand, as their plain forms need modules above `backends`.
+
+    Of five tokens, which may be spread out among more that have no probability.
 
     The root has the children 1 and 2, node 1 has the child 3. To walk two neighbours may lend up to 1.01 times the
     own mass. The first image accepts 1 because they do, then 3; the second refuses 1 and accepts 2; the third refuses
@@ -208,13 +222,20 @@ def worked_walks(device: torch.device) -> dict[str, Example]:
     def whole(*rows: Any) -> Tensor:
         return torch.tensor(rows, dtype=torch.int32, device=device)
 
-    p = real([0.2, 0.1, 0.1, 0.3, 0.3], [0.1, 0.4, 0.2, 0.2, 0.1]).expand(3, -1, -1)
-    q = real([0.5, 0.2, 0.1, 0.1, 0.1], [0.2, 0.2, 0.2, 0.2, 0.2]).expand(3, -1, -1)
-    tokens = whole([4, 0, 3, 1], [4, 0, 3, 1], [4, 0, 1, 1])
+    five = torch.arange(5, device=device) * (vocabulary // 5)
+
+    def spread(*rows: Any) -> Tensor:
+        values = real(*rows)
+        return values.new_zeros(len(rows), vocabulary).index_copy(1, five, values)
+
+    p = spread([0.2, 0.1, 0.1, 0.3, 0.3], [0.1, 0.4, 0.2, 0.2, 0.1]).expand(3, -1, -1)
+    q = spread([0.5, 0.2, 0.1, 0.1, 0.1], [0.2, 0.2, 0.2, 0.2, 0.2]).expand(3, -1, -1)
+    tokens = five.int()[whole([4, 0, 3, 1], [4, 0, 3, 1], [4, 0, 1, 1]).long()]
     child = whole([1, 2], [3, 0], [0, 0], [0, 0]).expand(3, -1, -1)
     row = whole(0, 1, 0, 0).expand(3, -1)
     uniform = real([[0.79, 0.5], [0.9, 0.9]], [[0.81, 0.9], [0.5, 0.5]], [[0.81, 0.0], [0.5, 0.5]])
-    near = whole([1, 2, 3, 4], [0, 2, 3, 4], [1, 0, 3, 4], [2, 4, 1, 0], [3, 2, 1, 0])
+    nearest = whole([1, 2, 3, 4], [0, 2, 3, 4], [1, 0, 3, 4], [2, 4, 1, 0], [3, 2, 1, 0])
+    near = nearest.new_zeros(vocabulary, 4).index_copy(0, five, five.int()[nearest.long()])
     bounds = (
         whole(2, 2, 2),
         real(0.0, 0.0, 0.0),
@@ -222,16 +243,160 @@ def worked_walks(device: torch.device) -> dict[str, Example]:
         real([1.0, 1.0]).expand(3, -1),
     )
     node, relaxed = whole(3, 2, 0), whole([1, 0], [0, 0], [0, 0]).bool()
-    residual = real([0.1, 0.4, 0.2, 0.2, 0.1], [0, 0, 0, 0.5, 0.5], [0, 0, 0, 0.5, 0.5])
+    residual = spread([0.1, 0.4, 0.2, 0.2, 0.1], [0, 0, 0, 0.5, 0.5], [0, 0, 0, 0.5, 0.5])
     # Child 1 is accepted with 0.4 / 0.5, exactly with 0.2 / 0.5; what the others are lent they do not need
     spent = real([0.4, 0.0], [0.4, 0.0], [0.4, 0.0])
     tree = (tokens, child, row)
     walk: Example = (p, q, *tree, uniform, near, *bounds), (node, residual, relaxed, spent)
-    p = real([0.2, 0.1, 0.1, 0.3, 0.3], [0.1, 0.1, 0.5, 0.2, 0.1]).expand(3, -1, -1)
-    q = real([0.5, 0.2, 0.1, 0.1, 0.1], [0.3, 0.3, 0.1, 0.2, 0.1]).expand(3, -1, -1)
+    p = spread([0.2, 0.1, 0.1, 0.3, 0.3], [0.1, 0.1, 0.5, 0.2, 0.1]).expand(3, -1, -1)
+    q = spread([0.5, 0.2, 0.1, 0.1, 0.1], [0.3, 0.3, 0.1, 0.2, 0.1]).expand(3, -1, -1)
     uniform = real([0.5, 0.9, 0.27], [0.2, 0.9, 0.28], [0.22, 0.9, 0.28])
     order, blended = whole(3, 1, 2, 0), (real(0.1, 0.1, 0.1), real(9.0, 9.0, 9.0))
     node, relaxed = whole(3, 1, 0), whole([0, 1], [1, 0], [0, 0]).bool()
-    residual = real([0, 0, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 0, 0.5, 0.5])
+    residual = spread([0, 0, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 0, 0.5, 0.5])
     found = (node, residual, relaxed, real([0.1, 0.1], [0.1, 0.1], [0.1, 0.0]))
     return {"walk": walk, "traverse": ((p, q, *tree, order, 2, uniform, *blended), found)}
+
+
+# ------------------------------------------------------------------------- in the sizes of a model
+
+WINDOW, LONG_WINDOW = 17, 49  # tokens of a pass; more than a warp has threads
+WIDTHS = ("dim", "heads", "kv", "head_dim", "ffn_dim", "vocab_size", "prefix", "tokens")
+# Files on which the answer depends
+TEXTS = ("accept", "attention", "checks", "forward", "programs", "sample")
+
+
+def sized_calls(sizes: Sizes, dtype: torch.dtype, tokens: int) -> Iterator[tuple[str, Any]]:
+    """Kernels with their arguments in a step of a model: of one guided image, half drawn, over so many tokens."""
+    generator = torch.Generator().manual_seed(0)
+
+    def some(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    h, kv, hd, vocabulary = sizes.heads, sizes.kv, sizes.head_dim, sizes.vocab_size
+    slots = -(-(sizes.prefix + sizes.tokens + tokens) // 64) * 64
+    slot, new = torch.arange(slots).int(), torch.arange(tokens).int()
+    start, rows = torch.tensor([slots // 2]).int(), slots * torch.arange(2).int()
+    goal = (rows[:, None] + start + new).flatten()
+    mask = additive_mask((slot <= start + new[:, None]).expand(2, -1, -1), dtype)
+    heads, rope = some(2, tokens, h + 2 * kv, hd), some(2, tokens, 2, hd // 2)
+    cache = some(2, 2 * slots, kv, hd).unbind()
+    keys, values = (part.unflatten(0, (2, -1)).transpose(1, 2) for part in cache)
+    rotated = (*heads.split([h, kv, kv], 2), rope, True, CacheWrite(*cache, goal))
+    yield "attention", (rotated[0].transpose(1, 2), keys, values, mask)
+    yield "attend", (*rotated, mask)
+    yield "rotate_into", rotated
+    yield "rotate", (rotated[0], rope, True)
+    x, norm = some(2, tokens, sizes.dim), some(sizes.dim)
+    yield "rms_norm", (x, norm, 1e-5)
+    yield "rms_norm", (rotated[0], some(hd), 1e-5)
+    yield "add_norm", (x, some(2, tokens, sizes.dim), norm, 1e-5)
+    yield "swiglu", (some(2, tokens, 2 * sizes.ffn_dim),)
+    tree, table = torch.ones(1, tokens, tokens).tril().bool(), some(slots, 2, hd // 2).float()
+    yield "place", (start, new[None], new, tree, None, None, table, slot, rows, dtype)
+    one, most = torch.ones(1), min(vocabulary, 1000)
+    chosen = SamplingParams(3 * one, one, (most * one).int(), one, one < 0)
+    yield "probs", (5 * some(2, tokens, vocabulary), chosen, True, most, False)
+    masses = torch.randint(4, (1, tokens, vocabulary), generator=generator).float()
+    uniform = torch.randint(8, (1, tokens, 4), generator=generator) / 8
+    yield "sample", (masses, uniform[..., 0])
+    yield "sample_distinct", (masses, uniform)
+
+
+def sized_examples(
+    sizes: Sizes, dtype: torch.dtype, names: Sequence[str]
+) -> Iterator[tuple[str, Example]]:
+    """Those of some kernels, with what comes of their twins on the CPU, and those that were worked out."""
+    for tokens in (1, WINDOW):
+        for name, call in sized_calls(sizes, dtype, tokens):
+            if name in names:
+                yield name, (call, outcome(TWINS[name], call))
+    for name, (call, results) in worked_walks(torch.device("cpu"), sizes.vocab_size).items():
+        yield name, (call, [*results, *tensors(call)])
+    yield "commit", chained_commit(LONG_WINDOW - 1)
+
+
+def chained_commit(drafts: int, images: int = 2) -> Example:
+    """A commit of a chain whose drafts are all accepted, with the arguments as it leaves them among the results."""
+    nodes, last, before = drafts + 1, 5 * drafts, 3
+
+    def whole(*shape: int, value: int = 0) -> Tensor:
+        return torch.full((images, *shape), value, dtype=torch.int32)
+
+    node = torch.arange(nodes, dtype=torch.int32)
+    paths = torch.minimum(node[None, :], node[:, None]).expand(images, -1, -1)
+    tokens, depth = (100 + node).expand(images, -1).contiguous(), node.expand(images, -1)
+    judged = whole(drafts).bool(), torch.ones(images, nodes, 7)
+    given = whole(value=drafts), whole(value=999), *judged, paths, depth, tokens
+    counts = whole(value=before), *(whole() for _ in range(3))
+    columns = last + nodes + 1
+    state = (whole(columns).flatten(), *counts, whole(drafts), whole(), whole())
+    state = (*state, whole(drafts), whole(drafts))
+    news = torch.cat([tokens[:, 1:], whole(1, value=999)], 1)
+    known = whole(columns)
+    known[:, before + 1 : before + 1 + nodes] = news
+    after = before + nodes
+    moved = (2 + before + node[1:]).expand(images, -1)
+    left = known.flatten(), whole(value=after), whole(value=999), whole(value=after + 1)
+    left = *left, whole(value=1), whole(drafts, value=1), whole(), whole(), moved, moved
+    made = node.expand(images, -1), news, whole(value=nodes), whole(value=before)
+    return (*given, state, 2, last, 2 + last + 3 * nodes), [*made, *given, *left]
+
+
+def disagreeing(
+    served: Kernels, names: Sequence[str], sizes: Sizes, device: torch.device, dtype: torch.dtype
+) -> dict[str, str]:
+    """Those of the kernels that do not agree with their twins, and why."""
+    result = dict[str, str]()
+    for name, (call, wanted) in sized_examples(sizes, dtype, names):
+        if name not in names or name in result:
+            continue
+        first = wanted[0].dtype
+        slack = tolerance(first if first.is_floating_point else torch.float32)
+        example = moved(call, device), wanted
+        if why := fault(Candidate(partial(getattr, served, name), [example], slack)):
+            result[name] = why
+    return result
+
+
+def held_to_twins(
+    served: Kernels,
+    sizes: Sizes,
+    device: torch.device,
+    dtype: torch.dtype,
+    machine: Mapping[str, str],
+) -> dict[str, str]:
+    """`disagreeing` of all that are no plain ones: found once on a machine, and kept there if that is possible.
+
+    Forms of products are held to theirs where they are chosen.
+    """
+    names = [n for n, how in served.names().items() if how != "plain" and n != "product"]
+    widths = {name: getattr(sizes, name) for name in WIDTHS}
+    about = {"dtype": dtype_name(dtype), **widths, "kernels": names, "text": text_digest(*TEXTS)}
+
+    def found() -> dict[str, str]:
+        return disagreeing(served, names, sizes, device, dtype)
+
+    try:
+        file = own_cache("kernels") / f"{digest(about)}-{digest(machine)}.json"
+        if not file.exists():
+            kept = {"machine": machine, "about": about, "refused": found()}
+            write_file(file, json.dumps(kept, indent=1).encode())
+        with reading(file, "delete it") as saved:
+            return dict(saved["refused"])
+    except LanternError:
+        return found()
+
+
+def kept_verdicts(machine: Mapping[str, str]) -> list[str]:
+    """A line for each model's sizes in which kernels were held to their twins on a machine."""
+    lines = []
+    for file in own_cache("kernels").glob("*.json"):
+        with suppress(LanternError), reading(file) as saved:
+            if saved["machine"] == machine:
+                about, wrong = saved["about"], saved["refused"]
+                said = [f"{name} is refused: {why}" for name, why in wrong.items()]
+                sizes = ", ".join(f"{name} {about[name]}" for name in WIDTHS)
+                agree = f"{len(about['kernels']) - len(wrong)} agree"
+                lines.append(f"{about['dtype']}, {sizes}: {'; '.join([agree, *said])}")
+    return sorted(lines)

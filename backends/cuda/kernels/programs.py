@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 # Elements a thread should hold: more spill from its registers, fewer leave it waiting for the others.
@@ -66,6 +67,11 @@ FORMS = {
     "dot 64x64": Form("dot", NONE, range(33, SMALL_ROWS + 1), 64, 64, 8, 4, 128),
     "dot 128x64": Form("dot", NONE, range(65, SMALL_ROWS + 1), 128, 64, 8, 3, 128),
 }
+
+
+def has_matrix_units(device: torch.device) -> bool:
+    """Whether `tl.dot` multiplies by them."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= AMPERE
 
 
 def block_of(size: int) -> int:
