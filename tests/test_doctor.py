@@ -16,7 +16,7 @@ import torch
 from lantern_hpu import backends
 from lantern_hpu.backends import BACKENDS, DEVICE_VARIABLE, Device, base, examine
 from lantern_hpu.backends.base import Candidate, Memory
-from lantern_hpu.backends.cuda import kernels
+from lantern_hpu.backends.cuda import forms, kernels
 from lantern_hpu.backends.cuda.backend import CUDABackend
 from lantern_hpu.backends.hpu import env as hpu_env
 from lantern_hpu.commands import doctor
@@ -147,6 +147,7 @@ def test_a_card_says_whether_its_kernels_can_be_built(monkeypatch: Patch) -> Non
         (good, "Triton builds them here"),
     ):
         monkeypatch.setattr(kernels, "triton_candidates", lambda *_, one=candidate: {"swiglu": one})
+        monkeypatch.setattr(forms.Card, "machine", lambda self: {"card": "none"})
         assert CUDABackend().try_kernel() == said
 
 

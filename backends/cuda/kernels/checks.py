@@ -280,9 +280,9 @@ def sized_calls(sizes: Sizes, dtype: torch.dtype, tokens: int) -> Iterator[tuple
     goal = (rows[:, None] + start + new).flatten()
     mask = additive_mask((slot <= start + new[:, None]).expand(2, -1, -1), dtype)
     heads, rope = some(2, tokens, h + 2 * kv, hd), some(2, tokens, 2, hd // 2)
-    cache = some(2, 2 * slots, kv, hd).unbind()
-    keys, values = (part.unflatten(0, (2, -1)).transpose(1, 2) for part in cache)
-    rotated = (*heads.split([h, kv, kv], 2), rope, True, CacheWrite(*cache, goal))
+    write = CacheWrite(some(2 * slots, kv, hd), some(2 * slots, kv, hd), goal)
+    keys, values = (part.unflatten(0, (2, -1)).transpose(1, 2) for part in write[:2])
+    rotated = (*heads.split([h, kv, kv], 2), rope, True, write)
     yield "attention", (rotated[0].transpose(1, 2), keys, values, mask)
     yield "attend", (*rotated, mask)
     yield "rotate_into", rotated
@@ -330,15 +330,15 @@ def chained_commit(drafts: int, images: int = 2) -> Example:
     given = whole(value=drafts), whole(value=999), *judged, paths, depth, tokens
     counts = whole(value=before), *(whole() for _ in range(3))
     columns = last + nodes + 1
-    state = (whole(columns).flatten(), *counts, whole(drafts), whole(), whole())
-    state = (*state, whole(drafts), whole(drafts))
+    tallies = whole(drafts), whole(), whole(), whole(drafts), whole(drafts)
+    state = (whole(columns).flatten(), *counts, *tallies)
     news = torch.cat([tokens[:, 1:], whole(1, value=999)], 1)
     known = whole(columns)
     known[:, before + 1 : before + 1 + nodes] = news
     after = before + nodes
     moved = (2 + before + node[1:]).expand(images, -1)
-    left = known.flatten(), whole(value=after), whole(value=999), whole(value=after + 1)
-    left = *left, whole(value=1), whole(drafts, value=1), whole(), whole(), moved, moved
+    counted = whole(value=after), whole(value=999), whole(value=after + 1), whole(value=1)
+    left = known.flatten(), *counted, whole(drafts, value=1), whole(), whole(), moved, moved
     made = node.expand(images, -1), news, whole(value=nodes), whole(value=before)
     return (*given, state, 2, last, 2 + last + 3 * nodes), [*made, *given, *left]
 
