@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from PIL import Image
 
+IMAGENET_CLASSES = 1000  # whose names are known
 MOST_ASPECT = 4  # of a source: the longer side to the shorter one
 REPORTED = (
     *"file prompt seed tokens steps tokens_per_step accepted_by_depth relaxed_accepts".split(),

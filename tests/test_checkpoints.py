@@ -43,6 +43,7 @@ from lantern_hpu.models.text.frames import FIRST_IMAGE_TOKEN, code_name
 from lantern_hpu.models.text.prefix import CaptionConditioner, TokenConditioner
 from lantern_hpu.models.vq import VQModel
 from lantern_hpu.pipeline import LanternPipeline
+from lantern_hpu.results.prompts import usual_prompts
 from lantern_hpu.zoo.find import find_parts
 from lantern_lab.train.unroll import Lesson
 from tests import numpy_twins as twins
@@ -502,6 +503,21 @@ def test_a_pickle_that_runs_code_is_refused_and_does_not_run(
     with pytest.raises(WeightsError):
         opened(tmp_path, "plain.pt")
     assert not (tmp_path / "exploded").exists()
+
+
+def test_labels_of_ones_own_classes_are_numbers(public: Path, tmp_path: Path) -> None:
+    """A LlamaGen that was tuned on ten classes, and the row of no class."""
+    content = torch.load(public / CLASS / "c2i_B_256.pt", weights_only=False)
+    name = "cls_embedding.embedding_table.weight"
+    table = content["model"][name][:11].clone()
+    torch.save({"model": content["model"] | {name: table}}, tmp_path / "own_256.pt")
+    condition = opened(tmp_path, "own_256.pt", vq=public / CLASS / "vq_ds16_c2i.pt").condition
+    rows = condition.rows([Request("3"), Request(" 9")], guidance=True).embeddings
+    torch.testing.assert_close(rows[:, 0].to(table), table[[3, 9, 10, 10]])
+    assert usual_prompts(condition.classes) == list("01234567")
+    for label in ("10", "-1", "daisy"):
+        with pytest.raises(OptionError, match="an index from 0 to 9"):
+            condition.prepare([Request(label)])
 
 
 def test_unknown_size_and_family_say_what_to_do(public: Path, tmp_path: Path) -> None:

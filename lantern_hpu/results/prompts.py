@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lantern_hpu.core import check_text
+from lantern_hpu.core import IMAGENET_CLASSES, check_text
 from lantern_hpu.errors import OptionError
 from lantern_hpu.files import parse_json, read_text
 
@@ -19,7 +19,7 @@ PROMPTS = (
     "a red apple, snowy mountains at sunrise, a lighthouse in a storm, a sailboat on the sea at sunset, "
     "a red balloon over green hills, a cactus in the desert, a house by a lake at night, pine trees on a foggy morning"
 ).split(", ")
-# For models that draw by class
+# For models that draw by class of ImageNet
 CLASSES = (
     "golden retriever, volcano, balloon, macaw, lakeside, cheeseburger, steam locomotive, daisy"
 ).split(", ")
@@ -30,9 +30,11 @@ OR = "prompt, text or caption"
 MARKS = {".csv": ",;\t", ".tsv": "\t,;"}  # between cells, the usual one first
 
 
-def usual_prompts(takes_classes: bool) -> list[str]:
-    """What a measurement draws with a model where nothing else is asked for."""
-    return CLASSES if takes_classes else PROMPTS
+def usual_prompts(classes: int) -> list[str]:
+    """What a measurement draws with a model of so many classes, 0 of one that reads texts."""
+    if classes == IMAGENET_CLASSES:
+        return CLASSES
+    return [str(index) for index in range(min(classes, len(CLASSES)))] or PROMPTS
 
 
 def read_prompts(file: Path) -> list[str]:

@@ -146,7 +146,7 @@ class EngineSlots:
     ) -> None:
         """Captures the engine, and compares it with itself uncaptured."""
         condition = pipeline.model.condition
-        prompt = usual_prompts(condition.takes_classes)[0]
+        prompt = usual_prompts(condition.classes)[0]
         usual = Request(prompt, 0, sampling, served.setting.relaxation)
         condition.prepare([usual])
         pipeline.warm_up(engine, usual)
@@ -265,7 +265,7 @@ def keep_encoder(pipeline: LanternPipeline) -> None:
 
 def read_a_picture(pipeline: LanternPipeline) -> None:
     """Load what reads pictures, and compile it, before a request waits for that."""
-    prompt = usual_prompts(pipeline.model.condition.takes_classes)[0]
+    prompt = usual_prompts(pipeline.model.condition.classes)[0]
     blank = read_picture(Image.new("RGB", (512, 512)))
     with torch.no_grad():
         pipeline.model.condition.prepare([Request(prompt, sources=(blank,))])

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lantern_hpu.core import IMAGENET_CLASSES
 from lantern_hpu.errors import Arg, as_option, shell
 from lantern_hpu.models.config import ModelConfig
 from lantern_hpu.zoo.registry import find_model_by_name
@@ -63,8 +64,8 @@ def card(
         options = [Arg("model", model), Arg("drafter", folder), Arg("method", "eagle")]
         title, about, tags = f"EAGLE drafter for {model}", DRAFTER, ["eagle"]
         measured = FIGURES.format(**report) + "\n".join(figures(report))
-    classes = config.condition.kind == "classes"
-    prompt = Arg("prompt", "goldfish") if classes else Arg("prompt", "a red apple")
+    named = {0: "a red apple", IMAGENET_CLASSES: "goldfish"}
+    prompt = Arg("prompt", named.get(config.condition.classes, "0"))
     height, width = config.image_size
     text = CARD.format(
         metadata=card_metadata(model, tags),

@@ -287,7 +287,7 @@ def about(pipeline: LanternPipeline, wanted: BenchRequest) -> dict[str, Any]:
         "settings": {
             "sampling": asdict(model.sampling),
             "seed": wanted.seed,
-            "prompts": list(usual_prompts(model.condition.takes_classes)),
+            "prompts": list(usual_prompts(model.condition.classes)),
             "images": wanted.images,
             "kernels": wanted.options.kernels,
             "warm_up": metering.BRIEF_WARM_UP if has_long_steps(pipeline) else metering.WARM_UP,

@@ -72,7 +72,7 @@ class Place:
 
 
 def prompts_of(pipeline: LanternPipeline) -> Sequence[str]:
-    return usual_prompts(pipeline.model.condition.takes_classes)
+    return usual_prompts(pipeline.model.condition.classes)
 
 
 def tries_drafts(setting: Resolved) -> bool:

@@ -103,7 +103,7 @@ def main() -> None:
     known = json.loads(args.output.read_text())["rows"] if args.output.exists() else []
     missing = [text for text in args.method.split(",") if text not in {row["row"] for row in known}]
     pipeline = LanternPipeline.from_pretrained(args.model)
-    prompts = usual_prompts(pipeline.model.condition.takes_classes)
+    prompts = usual_prompts(pipeline.model.condition.classes)
     for asked in tqdm(missing, unit="setting"):
         setting = pipeline.resolve(asked)
         how = pipeline.model.sampling, setting.relaxation

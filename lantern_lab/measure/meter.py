@@ -76,7 +76,7 @@ def usual_requests(
     pipeline: LanternPipeline, case: Case, images: int, seed: int, prompts: Sequence[str] = ()
 ) -> list[Request]:
     """Whole batches of at least so many images of the prompts, in turn; of the usual ones without any."""
-    texts = prompts or usual_prompts(pipeline.model.condition.takes_classes)
+    texts = prompts or usual_prompts(pipeline.model.condition.classes)
     count = -(-images // case.batch) * case.batch
     rule = case.setting.relaxation
     sampling = pipeline.model.sampling

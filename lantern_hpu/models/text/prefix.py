@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lantern_hpu.core import Request
+from lantern_hpu.core import IMAGENET_CLASSES, Request
 from lantern_hpu.errors import Arg, OptionError, WeightsError, needing, words
 from lantern_hpu.files import ASSETS, check_content, some_names
 from lantern_hpu.models.config import ConditionConfig, TransformerConfig
@@ -118,36 +118,36 @@ class WordConditioner(nn.Module, TextConditioner):
         return result
 
 
-def class_index(text: str) -> int:
-    """Index of a class of ImageNet-1k: "207", or a name or synonym in any case ("golden retriever").
+def class_index(text: str, classes: int = IMAGENET_CLASSES) -> int:
+    """Index of a class: "207", or of ImageNet-1k a name or synonym in any case ("golden retriever").
 
     A synonym of several classes means the one that it is the first name of: "gong" is 577, not 494 ("chime, bell,
     gong").
+
+    Args:
+        classes: that the model was trained on; names are known for ImageNet's.
     """
+    hint = f"an index from 0 to {classes - 1}"
     if re.fullmatch(r"\s*[+-]?\d+\s*", text):
         index = int(text)
-        class_name(index)  # checks the range
+        if not 0 <= index < classes:
+            raise OptionError(f"there is no class {index}", f"the model has {classes}", hint)
         return index
+    if classes != IMAGENET_CLASSES:
+        why = f"the model has {classes} classes, whose names are not known"
+        raise OptionError(f"{text!r} is no class", why, hint)
     name = _plain(text)
     known = [[_plain(name) for name in names] for names in _classes()]
     result = [index for index, names in enumerate(known) if names[0] == name]
     result = result or [index for index, names in enumerate(known) if name in names]
     if not result:
         close = get_close_matches(name, {n for names in known for n in names}, n=5, cutoff=0.6)
-        hint = ", ".join(close) or f"an index from 0 to {len(_classes()) - 1}"
-        raise OptionError(f"no ImageNet class is called {text!r}", hint=hint)
+        raise OptionError(f"no ImageNet class is called {text!r}", hint=", ".join(close) or hint)
     if len(result) > 1:
         meant = "; ".join(f"{i} ({', '.join(_classes()[i])})" for i in result)
         what = f"several ImageNet classes are called {text!r}"
         raise OptionError(what, meant, "the index of the one you mean")
     return result[0]
-
-
-def class_name(index: int) -> str:
-    if not 0 <= index < len(_classes()):
-        hint = f"an index from 0 to {len(_classes()) - 1}"
-        raise OptionError(f"there is no ImageNet class {index}", hint=hint)
-    return _classes()[index][0]
 
 
 @cache
@@ -181,7 +181,7 @@ class Prefix(NamedTuple):
 class Conditioner(ABC):
     """What a family of models does with a prompt."""
 
-    takes_classes = False  # whether prompts are class labels
+    classes = 0  # labels that a prompt may name; 0 where it is a text
     takes_negative = False  # whether guidance subtracts words that a user may choose
     reader: Reader | None = None  # of pictures to draw from, where the model reads some
 
@@ -279,19 +279,18 @@ class CaptionConditioner(Conditioner):
 class ClassConditioner(Conditioner):
     """Class labels through LlamaGen's table; its last row means "no class"."""
 
-    takes_classes = True
-
     def __init__(self, table: nn.Embedding, to_device: ToDevice = to_device) -> None:
         self.table, self.to_device = table, to_device
+        self.classes = table.num_embeddings - 1
 
     def prepare(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            class_index(request.prompt)  # an unknown one is refused before anything is drawn
+        for request in requests:  # an unknown one is refused before anything is drawn
+            class_index(request.prompt, self.classes)
 
     def rows(self, requests: Sequence[Request], guidance: bool) -> Prefix:
-        chosen = [class_index(request.prompt) for request in requests]
+        chosen = [class_index(request.prompt, self.classes) for request in requests]
         if guidance:
-            chosen += [self.table.num_embeddings - 1] * len(chosen)
+            chosen += [self.classes] * len(chosen)
         index = self.to_device(torch.tensor(chosen), self.table.weight.device)[:, None]
         return wordless(self.table(index), torch.ones_like(index, dtype=torch.bool))
 
