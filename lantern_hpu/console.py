@@ -1,8 +1,10 @@
-"""Standard streams that may be missing, closed, full or unread, and delay nothing. Needs no torch."""
+"""Standard streams that may be missing, closed, full or unread, and delay nothing; a server's log. Needs no torch."""
 
 from __future__ import annotations
 
 import io
+import json
+import logging
 import os
 import queue
 import sys
@@ -10,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import datetime, timezone
 from typing import Any
 
 KEPT = 4096  # texts that wait for a reader; later ones are lost
@@ -91,7 +94,8 @@ class NonBlockingStream(io.TextIOBase):
             data = self.waiting.get()
             lost, self.lost = self.lost, 0
             if lost:
-                data += b"(%d lines are lost: they were not read)\n" % lost
+                said = {"message": f"{lost} lines are lost: they were not read"}
+                data += f"{json_line('WARNING', time.time(), said)}\n".encode()
             with suppress(OSError):  # the reader is gone, or the disk full
                 while data:
                     data = data[os.write(self.descriptor, data) :]
@@ -131,3 +135,54 @@ def nonblocking_stderr() -> Iterator[None]:
     finally:
         made.close()
         sys.stderr = before
+
+
+# ------------------------------------------------------------------------------------ the log of a server
+
+
+def json_line(level: str, seconds: float, said: dict[str, Any]) -> str:
+    """A line of the log; `seconds` since 1970, which it has as UTC."""
+    return json.dumps({"time": iso_time(seconds), "level": level.lower(), **said})
+
+
+def iso_time(seconds: float) -> str:
+    """2026-01-31T12:00:00.000Z"""
+    at = datetime.fromtimestamp(seconds, timezone.utc)
+    return at.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+class LogFormatter(logging.Formatter):
+    """A line of JSON for each record, with the `fields` that it has or its text; a line of text on a terminal."""
+
+    def __init__(self, terminal: bool) -> None:
+        super().__init__()
+        self.terminal = terminal
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        if self.terminal:
+            return f"{iso_time(record.created)} {record.levelname.lower()} {text}"
+        said = getattr(record, "fields", {"message": text})
+        return json_line(record.levelname, record.created, said)
+
+
+def start_log() -> None:
+    """Let all loggers and warnings of this process write to standard error, each line in one form."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LogFormatter(sys.stderr.isatty()))
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    logging.captureWarnings(True)
+
+
+@contextmanager
+def log_to_stderr() -> Iterator[None]:
+    """`start_log`, and what was there before afterwards."""
+    handlers, level = logging.root.handlers[:], logging.root.level
+    logging.root.handlers = []  # or they would be closed
+    start_log()
+    try:
+        yield
+    finally:
+        logging.captureWarnings(False)
+        logging.basicConfig(level=level, handlers=handlers, force=True)

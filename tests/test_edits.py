@@ -503,7 +503,7 @@ def test_uploads_under_way_are_bounded_together(server: Running) -> None:
 
 def test_a_form_without_the_key_is_not_read(folder: Path) -> None:
     app = make_app(offered(folder, 1, api_key="secret"), lambda: pytest.fail("it was loaded"))
-    app.state.decoder = SimpleNamespace(metrics=Metrics("tiny"))
+    app.state.decoder = SimpleNamespace(metrics=Metrics("tiny", {}))
     client = TestClient(app, base_url="http://localhost")
     answer = client.post(PATH, data={"prompt": "cat"}, files=files(CAT))
     assert answer.status_code == 401 and not app.state.uploads.arrived

@@ -6,6 +6,7 @@ import base64
 import gzip
 import io
 import json
+import logging
 import os
 import re
 import signal
@@ -42,12 +43,13 @@ from lantern_hpu import cli
 from lantern_hpu.backends import host
 from lantern_hpu.backends.cpu.backend import CPUBackend, threads_set
 from lantern_hpu.commands.serve import main
-from lantern_hpu.console import KEPT, NonBlockingStream
+from lantern_hpu.console import KEPT, NonBlockingStream, log_to_stderr
 from lantern_hpu.core import Request, Sampling
 from lantern_hpu.decode import batch
 from lantern_hpu.decode.batch import Batch
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.errors import CaptureError, DeviceError, OptionError, as_option
+from lantern_hpu.files import VERSION
 from lantern_hpu.methods.relaxation import EXACT
 from lantern_hpu.models.text.prefix import WordConditioner
 from lantern_hpu.pipeline import LanternPipeline
@@ -115,7 +117,7 @@ def served(
     listening = process.listen("127.0.0.1", 0)
     port = listening.getsockname()[1]
     how: dict[str, Any] = {"lifespan": "on", "http": Protocol, "loop": "asyncio"}
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", **how))
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, log_level="warning", **how))
     thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()
     running = Running(decoder, f"http://127.0.0.1:{port}", app)
@@ -1029,6 +1031,8 @@ def test_metrics_count_what_the_answers_said(server: Running) -> None:
     assert plain["speculative_decoding"] is None
     for name in ("num_requests_running", "num_requests_waiting", "slots_in_use_ratio"):
         assert server.metric(name) == 0
+    assert server.metric("build_info", version=VERSION, torch=torch.__version__, device="cpu") == 1
+    assert "_created" not in httpx.get(server.url + "/metrics").text
     drawn = server.metric("request_success_total")
     for stage in ("text", "prefill", "decode", "pixels"):
         assert server.metric(f"request_{stage}_time_seconds_count") == drawn
@@ -1229,12 +1233,12 @@ def test_a_port_in_use_is_an_error_before_anything_is_loaded(
 @pytest.mark.parametrize("key", [None, "secret"])
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "0.0.0.0", "::", "gpu-7"])
 def test_a_server_that_others_can_use_without_a_key_warns(
-    host: str, key: str | None, capsys: pytest.CaptureFixture[str]
+    host: str, key: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     warned = key is None and host in ("0.0.0.0", "::", "gpu-7")
     process.warn_if_open(host, key)
-    shown = capsys.readouterr().err
-    assert (f"warning: --host {host} is open" in shown) is warned
+    shown = caplog.text
+    assert (f"--host {host} is open" in shown) is warned is ("WARNING" in shown)
     assert ("LANTERN_HPU_API_KEY" in shown) is warned
 
 
@@ -1292,16 +1296,51 @@ def test_a_second_signal_ends_it_at_once_and_answers_waiting_requests(tmp_path: 
     assert "Traceback" not in log.read_text() and "stopped" in log.read_text()
 
 
+@contextmanager
+def logged_to(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO) -> Iterator[None]:
+    """Let the log of a server be a stream's."""
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stderr", stream)
+        with log_to_stderr():
+            yield
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_all_lines_of_the_log_have_one_form(
+    server: Running, terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a library says, too; a terminal has the same as text."""
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: terminal)
+    with logged_to(monkeypatch, stream):
+        process.warn_if_open("0.0.0.0", None)
+        logging.getLogger("uvicorn.error").warning("Exceeded %d", 3)
+        server.post(prompt="cat", n=0)
+        server.until(lambda: stream.getvalue().count("\n") == 3)
+    lines = stream.getvalue().splitlines()
+    if terminal:
+        form = r"\d{4}-\d\d-\d\dT[\d:]{8}\.\d{3}Z (warning|info) (--host|Exceeded 3|\{\"event\")"
+        assert all(re.match(form, line) for line in lines), lines
+        return
+    opened, library, request = map(json.loads, lines)
+    assert (opened["level"], library["level"], request["level"]) == ("warning", "warning", "info")
+    assert opened["message"].startswith("--host 0.0.0.0 is open")
+    assert library["message"] == "Exceeded 3"
+    assert (request["status"], request["client"]) == (400, "127.0.0.1")
+    assert all(re.fullmatch(r"[\d-]{10}T[\d:.]{12}Z", each["time"]) for each in (opened, request))
+
+
 def test_a_server_whose_stderr_is_gone_ends_when_it_is_asked(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def gone(*_: Any, **__: Any) -> None:
-        raise BrokenPipeError
+    class Gone(io.StringIO):
+        def write(self, *_: Any) -> int:
+            raise BrokenPipeError
 
-    monkeypatch.setattr(process, "print", gone, raising=False)
     monkeypatch.setattr(DecodeThread, "stop", lambda *_, **__: 0)
-    ending = Server(uvicorn.Config(server.app), server.decoder, 1.0)
-    ending.drain(signal.SIGTERM)
+    ending = Server(uvicorn.Config(server.app, log_config=None), server.decoder, 1.0)
+    with logged_to(monkeypatch, Gone()):
+        ending.drain(signal.SIGTERM)
     assert ending.should_exit
 
 
@@ -1311,7 +1350,8 @@ def test_what_nobody_reads_on_stderr_holds_no_answer_up(model: Path) -> None:
     shell = ["sh", "-c", 'exec "$@" >&-', "sh", *SERVE, "--port", "0", "--model", str(model)]
     with subprocess.Popen(shell, cwd=ROOT, stderr=subprocess.PIPE) as child:
         assert child.stderr is not None
-        url = next(line for line in child.stderr if line.startswith(b"http://")).split()[0].decode()
+        said = (json.loads(line)["message"] for line in child.stderr)
+        url = next(line for line in said if line.startswith("http://")).split()[0]
         try:
             with httpx.Client(timeout=30) as client:
                 for _ in range(600):
@@ -1339,7 +1379,7 @@ def test_texts_for_stderr_wait_for_a_reader_and_are_bounded() -> None:
             read.append(reader.readline())
         stream.close()
         assert not stream.waiting.unfinished_tasks and stream.write("never") == 0
-    lost = [int(line[1:].split()[0]) for line in read if b"are lost" in line]
+    lost = [int(json.loads(line)["message"].split()[0]) for line in read if b"are lost" in line]
     numbers = [int(line.split()[0]) for line in read if b" \\xe4 " in line]
     assert numbers == sorted(set(numbers)) and numbers[0] == 0
     assert sum(lost) == 10_000 - len(numbers) > 0 and len(numbers) >= KEPT

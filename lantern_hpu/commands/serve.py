@@ -15,7 +15,7 @@ from lantern_hpu import __version__
 from lantern_hpu.backends import DeviceOptions, prepare
 from lantern_hpu.commands import options
 from lantern_hpu.commands.options import Parser, add_fields, from_args
-from lantern_hpu.console import nonblocking_stderr
+from lantern_hpu.console import log_to_stderr, nonblocking_stderr
 from lantern_hpu.errors import Arg, OptionError, exit_code, require, words
 from lantern_hpu.models.files.names import PartOverrides
 from lantern_hpu.serve.options import FILTERS, ServeOptions
@@ -117,5 +117,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return serve(asked, args.host, args.port)
 
-    with nonblocking_stderr():
+    with nonblocking_stderr(), log_to_stderr():
         return exit_code(command, parser.spell)

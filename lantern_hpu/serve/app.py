@@ -28,7 +28,7 @@ from lantern_hpu.serve.decoder import DecodeThread
 from lantern_hpu.serve.edits import BODY_SECONDS, CLOSED, FORM, AllowedBody, Body, media_type
 from lantern_hpu.serve.options import MAX_BODY, PREFIX, ServeOptions
 from lantern_hpu.serve.protocol import ApiError, ParsedRequest, check_name, read_call
-from lantern_hpu.serve.queue import Done, Event, Job, Partial
+from lantern_hpu.serve.queue import Done, Event, Job, Partial, log_fields
 
 with needing("fastapi", "the server is built on it", "serve"):
     from fastapi import APIRouter, Depends, FastAPI, Request, Response, Security
@@ -71,7 +71,6 @@ SILENT = 15.0  # seconds after which an answer that waits says so
 KEPT_FILES, KEPT_SECONDS = 64, 3600.0  # pictures that answers have addresses of: the last ones
 # Fields whose values messages may quote: words, and names of files
 UNLOGGED = ("prompt", "negative_prompt", "image", "image[]")
-log = logging.getLogger("lantern_hpu.serve")
 
 
 class Record:
@@ -80,7 +79,7 @@ class Record:
     def __init__(self, headers: Headers) -> None:
         self.began = time.monotonic()
         self.id = headers.get("x-request-id", "")[:64] or f"img-{secrets.token_hex(8)}"
-        self.status, self.about = 500, dict[str, Any]()
+        self.client, self.status, self.about = "", 500, dict[str, Any]()
 
     def asked(self, call: ParsedRequest) -> None:
         request = call.requests[0]
@@ -102,8 +101,9 @@ class Record:
         self.status, self.about["error"] = error.status_code, what
 
     def write(self) -> None:
-        line = {"event": "request", "id": self.id, "status": self.status, **self.about}
-        log.info(json.dumps(line | {"seconds": round(time.monotonic() - self.began, 4)}))
+        line = {"event": "request", "id": self.id, "client": self.client, "status": self.status}
+        seconds = round(time.monotonic() - self.began, 4)
+        log_fields(logging.INFO, line | self.about | {"seconds": seconds})
 
 
 class ImageRequestHandler:
@@ -323,6 +323,7 @@ class Guard:
 
         try:
             scope = as_routed(as_public(scope, headers, scope["app"].state.options))
+            record.client = (scope.get("client") or ("",))[0]
             scope["method"] = "GET" if asked == "HEAD" else asked
             check_source(scope, headers)
             if allowed := allowed_body(scope):

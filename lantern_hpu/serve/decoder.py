@@ -23,7 +23,7 @@ from lantern_hpu.core import Request, Sampling
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.decode.spec import Spec, why_no_logprobs
 from lantern_hpu.errors import Arg, CaptureError, DeviceError, OptionError, shell, words
-from lantern_hpu.files import amount
+from lantern_hpu.files import VERSION, amount
 from lantern_hpu.methods.relaxation import PRESETS, Relaxation
 from lantern_hpu.methods.setting import AUTO, METHODS, Resolved, verified
 from lantern_hpu.models.config import ModelConfig
@@ -336,7 +336,8 @@ class DecodeThread:
         if self.served.sources:
             read_a_picture(pipeline)  # before memory is counted
         check_engines(pipeline, self.served, options.slots)
-        self.metrics = Metrics(self.served.name)
+        build = {"version": VERSION, "torch": torch.__version__, "device": pipeline.backend.name}
+        self.metrics = Metrics(self.served.name, build)
         self.queue = JobQueue(options.timeout, partial(self.metrics.add, "request_cancelled", 1))
         self.tasks = ImageTasks(pipeline, self.served, self.queue, self.metrics)
         self.engines: dict[tuple[str, Shape], list[EngineSlots]] = {}

@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any
 
 from lantern_hpu.backends import prepare
+from lantern_hpu.console import start_log
 from lantern_hpu.errors import (
     Arg,
     DeviceError,
@@ -226,9 +227,8 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
 
-def say(text: str) -> None:
-    with suppress(OSError, ValueError):  # the reader may be gone, or the disk full
-        print(spelled(text, as_option), file=sys.stderr, flush=True)
+def say(text: str, level: int = logging.INFO) -> None:
+    logging.getLogger("lantern_hpu.serve").log(level, spelled(text, as_option))
 
 
 def warn_if_open(host: str, key: str | None) -> None:
@@ -239,7 +239,7 @@ def warn_if_open(host: str, key: str | None) -> None:
     if key is None and not loopback:
         why = "is open to other machines and there is no API key, so anyone can draw"
         hint = words("; set LANTERN_HPU_API_KEY, or leave", Arg("host"), "out")
-        say(words("warning:", Arg("host", host), why, hint))
+        say(words(Arg("host", host), why, hint), logging.WARNING)
 
 
 def serve(options: ServeOptions, host: str, port: int) -> int:
@@ -248,10 +248,9 @@ def serve(options: ServeOptions, host: str, port: int) -> int:
     warn_if_open(host, options.api_key)
     try:
         decoder = load_decoder(options)
-        logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr, force=True)
-        logging.getLogger("httpx").setLevel(logging.WARNING)
         config = uvicorn.Config(
             make_app(options, lambda: decoder),
+            log_config=None,  # its lines are as all others
             log_level="warning",
             access_log=False,
             use_colors=False,  # or it asks standard output, which may be closed
@@ -324,6 +323,7 @@ def deployment(options: ServeOptions, replicas: int, share: dict[str, Any]) -> A
 
     def build() -> Any:
         """The application, in a replica; the device's software is imported here and not before."""
+        start_log()
         prepare(options.device.device, options.device.graphs)
         from lantern_hpu.serve.app import make_app
         from lantern_hpu.serve.process import load_replica

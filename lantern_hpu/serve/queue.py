@@ -31,7 +31,17 @@ from lantern_hpu.results.images import Drawn
 from lantern_hpu.serve.protocol import ONE_SHAPE, ApiError, ServedModel, Shape, translated
 
 with needing("prometheus_client", "the server counts with it", "serve"):
-    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+    from prometheus_client import (
+        CollectorRegistry,
+        Counter,
+        Gauge,
+        Histogram,
+        Info,
+        disable_created_metrics,
+        generate_latest,
+    )
+
+    disable_created_metrics()  # a series more for each counter and histogram
 
 STAGES = ("text", "prefill", "decode", "pixels")
 SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
@@ -66,8 +76,11 @@ METRICS: dict[str, tuple[str, str, tuple[float, ...]]] = {
 class Metrics:
     """What one server counts and measures; each metric has the label `model_name`."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, versions: Mapping[str, str]) -> None:
+        """`versions` of what serves, and the device."""
         self.registry, self.model = CollectorRegistry(), model
+        build = Info("lantern:build", "What serves", ("model_name",), registry=self.registry)
+        build.labels(model).info(dict(versions))
         self.known: dict[str, Counter | Histogram] = {}
         for name, (about, labels, buckets) in METRICS.items():
             kind = partial(Histogram, buckets=buckets) if buckets else Counter
@@ -275,7 +288,12 @@ def log_error(event: str, stage: str, error: Exception, **more: Any) -> None:
     line = {"event": event, "stage": stage, "error": type(error).__name__, "at": frames[-4:]}
     if stage != "text" and isinstance(error, LanternError | RuntimeError | MemoryError):
         line["why"] = str(error)[:200]
-    log.error(json.dumps(line | more))
+    log_fields(logging.ERROR, line | more)
+
+
+def log_fields(level: int, fields: dict[str, Any]) -> None:
+    """A line in the log of these names and values."""
+    log.log(level, json.dumps(fields), extra={"fields": fields})
 
 
 MakeContext = Callable[[], AbstractContextManager[object]]

@@ -123,7 +123,7 @@ def metrics() -> Iterator[str]:
     yield "# Metrics\n"
     yield "`GET /metrics`, in Prometheus' format; each has the label `model_name`."
     yield "Metrics that vLLM also has mean the same.\n"
-    families = list(Metrics("model").registry.collect())
+    families = list(Metrics("model", {}).registry.collect())
     rows = [(f"`{family.name}`", family.type, family.documentation) for family in families]
     yield table(("name", "type", "what"), rows)
 
