@@ -17,6 +17,7 @@ from lantern_hpu.zoo.registry import KnownModel, entries, get
 from lantern_lab.commands import bench
 from lantern_lab.measure import first_stage
 from lantern_lab.measure import meter as metering
+from tests.marks import mostly_slow
 
 # Known models, and the folder of a small one of the same family
 FOLDERS = {
@@ -54,7 +55,7 @@ def timed(known: KnownModel, monkeypatch: pytest.MonkeyPatch, output: Path, *mor
     return json.loads(output.read_text())
 
 
-@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize("name", mostly_slow(FOLDERS, "glm-image", "llamagen-t2i-256"))
 def test_every_family_is_timed_without_its_files(
     name: str, public: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
 ) -> None:

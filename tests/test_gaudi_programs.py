@@ -53,6 +53,7 @@ class Program:
 
 
 PROGRAMS: list[Program] = []
+SLOW = ("a_factor_lasts_where_numbers_are_symbols", "a_compiled_step_learns_as_a_plain_one")
 
 
 def program(
@@ -1012,7 +1013,11 @@ def a_random_number_of_the_host_is_named(card: Device) -> None:
     assert graphed(torch.ones(2, device="hpu")).tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.id)
+@pytest.mark.parametrize(
+    "program",
+    [pytest.param(p, marks=pytest.mark.slow) if p.run.__name__ in SLOW else p for p in PROGRAMS],
+    ids=lambda p: p.id,
+)
 def test_a_program_does_what_it_does_on_a_card(program: Program) -> None:
     with loaded(program) as card:
         program.run(card)

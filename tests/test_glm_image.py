@@ -329,7 +329,7 @@ def test_neighbours_are_those_of_the_codes_at_length_1(folder: Path) -> None:
     assert not torch.equal(nearest_codes(raw, 5).long(), best)
 
 
-@pytest.mark.parametrize("method", mostly_slow(RELAXED, RELAXED[0]))
+@pytest.mark.parametrize("method", mostly_slow(RELAXED))
 def test_relaxed_windows_draw_codes_in_fewer_steps(folder: Path, method: str) -> None:
     """In fewer steps than the exact window takes."""
     pipeline = pipeline_of(folder)
@@ -491,6 +491,7 @@ def test_settings_of_diffusers_parts_have_any_type(case: str, folder: Path, tmp_
         DiffusionPixels(copy, torch.float32, torch.device("cpu"))
 
 
+@pytest.mark.slow
 def test_pixels_of_a_spoiled_diffusion_model_are_an_error(
     whole: LanternPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.ops.sampling import RowEnds
 from lantern_hpu.tree import DraftTree, Rule, Tree, Window
 from tests import tiny
+from tests.marks import mostly_slow
 
 CODES = 32
 CONFIG = tiny.tiny_config(
@@ -54,7 +55,7 @@ def test_only_a_rows_end_may_stand_at_a_rows_end(dtype: torch.dtype) -> None:
             torch.testing.assert_close(probs[t], want)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", mostly_slow([0.0, 1.0], 1.0))
 @pytest.mark.parametrize("method", METHODS)
 def test_row_ends_stand_where_they_must(method: str, temperature: float) -> None:
     """Also with drafts that cross rows' ends, with top-k, and with a drafter that would draw them elsewhere."""
@@ -94,7 +95,7 @@ def test_a_rows_end_is_always_accepted() -> None:
     )  # four ends, of which the first can be the one token that a step needs
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", mostly_slow([0.0, 1.0], 1.0))
 @pytest.mark.parametrize("rule", get_args(Rule))
 def test_row_ends_stand_where_they_must_on_a_fixed_schedule(rule: Any, temperature: float) -> None:
     tree = Window.of(rule, 12, commit=7)  # more than a row in each step

@@ -392,13 +392,14 @@ def same_traversal(tree: DraftTree, got: Verdict, want: Verdict, exactly: bool =
 
 
 @pytest.mark.parametrize(
-    ("name", "together"), [*((name, False) for name in RULES), ("exact", True), ("blended", True)]
+    ("name", "together"),
+    [*((name, False) for name in RULES), ("blended", True), *mostly_slow([("exact", True)])],
 )
 @on_devices
 def test_walk(device: str, name: str, together: bool) -> None:
     """Of drafts that are verified one by one, or together."""
     reached = set()
-    for seed in range(8):
+    for seed in range(4 if together else 8):
         walked = Walked(device, seed)
         if together:
             got, want = walked.together(name)
@@ -479,7 +480,7 @@ class Looked:
         return got, want
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", mostly_slow(SHAPES, "one query", "many queries"))
 @on_devices
 def test_attention(device: str, name: str) -> None:
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
@@ -503,7 +504,7 @@ def test_attention_reads_what_a_row_sees_and_no_more(device: str) -> None:
     assert torch.equal(looked.both()[0], before[1:])
 
 
-@pytest.mark.parametrize("name", ["splits", "one query"])
+@pytest.mark.parametrize("name", mostly_slow(["splits", "one query"], "one query"))
 @on_devices
 def test_query_that_sees_nothing_spoils_nothing(device: str, name: str) -> None:
     looked = Looked(device, SHAPES[name], torch.float32)
@@ -598,7 +599,10 @@ def test_rotate_into(device: str, interleaved: bool) -> None:
 
 
 @pytest.mark.parametrize("interleaved", mostly_slow([True, False], True))
-@pytest.mark.parametrize("name", ["new", "moves", "shared", "long", "many", "normed"])
+@pytest.mark.parametrize(
+    "name",
+    mostly_slow(["new", "moves", "shared", "long", "many", "normed"], "moves", "shared", "normed"),
+)
 @on_devices
 def test_attend(device: str, name: str, interleaved: bool) -> None:
     """What is rotated, written and moved is seen in the same call, as by one kernel after the other."""
@@ -754,7 +758,7 @@ def places_to_try(device: str, images: int) -> Iterator[tuple[Any, ...]]:
                     yield *what, seen, counted, angles, slot, slot[:rows] * slots, dtype
 
 
-@pytest.mark.parametrize("images", [1, 3])
+@pytest.mark.parametrize("images", mostly_slow([1, 3], 1))
 @on_devices
 def test_place(device: str, images: int) -> None:
     for given in places_to_try(device, images):
@@ -797,8 +801,13 @@ def check_commit(commit: Commit, name: str, healthy: bool) -> None:
     assert bool((states[1].count == 15).any())
 
 
-@pytest.mark.parametrize("healthy", [True, False])
-@pytest.mark.parametrize("name", mostly_slow(TREES_TO_COMMIT, "small", "scd:3"))
+@pytest.mark.parametrize(
+    ("name", "healthy"),
+    mostly_slow(
+        [(name, healthy) for name in TREES_TO_COMMIT for healthy in (True, False)],
+        *(("small", True), ("scd:3", False)),
+    ),
+)
 @on_devices
 def test_commit_leaves_the_state_that_the_plain_one_leaves(
     device: str, name: str, healthy: bool
@@ -887,7 +896,13 @@ def test_target_with_forms_of_products_is_the_plain_one(device: str, bias: bool)
 
 
 @on_devices
-@pytest.mark.parametrize("norms", [{"qk_norm": True}, {"qk_norm": "rms", "head_size": 48}])
+@pytest.mark.parametrize(
+    "norms",
+    mostly_slow(
+        [{"qk_norm": True}, {"qk_norm": "rms", "head_size": 48}],
+        {"qk_norm": "rms", "head_size": 48},
+    ),
+)
 def test_target_with_kernels_is_the_plain_one(device: str, norms: dict[str, Any]) -> None:
     """Over a cache, whose capacity lets several programs share the keys."""
     config, rows, size = tiny_config(kv_heads=1, **norms), 2, 128

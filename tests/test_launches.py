@@ -15,6 +15,7 @@ from lantern_hpu.models.files.names import PartOverrides
 from lantern_hpu.models.transformer import Drafter
 from lantern_lab.measure.floors import StepPasses, launches, projected
 from lantern_lab.measure.launches import Launches, count_step, engine_of, model_config
+from tests.marks import mostly_slow
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")
 
@@ -27,7 +28,7 @@ MOST = {
 }
 
 
-@pytest.mark.parametrize("method", MOST)
+@pytest.mark.parametrize("method", mostly_slow(MOST, "scd@16", "eagle@chain"))
 def test_step_launches_no_more_than_this(method: str) -> None:
     small = find_model("builtin", PartOverrides()).config
     most = dict(zip((small, model_config(None)), MOST[method], strict=True))
@@ -36,7 +37,7 @@ def test_step_launches_no_more_than_this(method: str) -> None:
         assert found.total() <= limit, found
 
 
-@pytest.mark.parametrize("method", MOST)
+@pytest.mark.parametrize("method", mostly_slow(MOST, "scd@16"))
 def test_projection_knows_about_how_many_there_are(method: str) -> None:
     """So that a plan needs no Triton."""
     large = model_config(None)
@@ -97,7 +98,7 @@ def test_own_kernel_counts_as_what_it_launches() -> None:
 FORMED = {"ar": (53, 193), "scd@16": (79, 219), "eagle@chain": (146, 287)}
 
 
-@pytest.mark.parametrize("method", FORMED)
+@pytest.mark.parametrize("method", mostly_slow(FORMED, "scd@16"))
 def test_layer_whose_products_have_forms_launches_five_kernels(method: str) -> None:
     small, large = find_model("builtin", PartOverrides()).config, model_config(None)
     for config, limit in zip((small, large), FORMED[method], strict=True):

@@ -113,7 +113,13 @@ ONLY = {"H041": "1.19"}  # the release that a rule holds for, if not both
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", GALLERY)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name == "H086 inductor" else name
+        for name in GALLERY
+    ],
+)
 def test_bad_program_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PT_HPU_LAZY_MODE", "1")
     file = tmp_path / "bad.py"

@@ -13,6 +13,7 @@ import torch
 from gaudi_emulator import __main__ as emulator
 from gaudi_emulator import emulate
 from gaudi_emulator.lint import PROFILES
+from tests.marks import mostly_slow
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 models: Any = pytest.importorskip("gaudi_emulator.transformers_models")
@@ -158,7 +159,9 @@ class Counting(torch.nn.Module):
         return x + torch.where(x > 0, turns, 0.0)
 
 
-@pytest.mark.parametrize("what", ["function", "method", "module", "module in place"])
+@pytest.mark.parametrize(
+    "what", mostly_slow(["function", "method", "module", "module in place"], "module in place")
+)
 def test_what_is_compiled_no_more_runs_operator_by_operator(what: str) -> None:
     module = Counting()
     options: dict[str, Any] = {"backend": "hpu_backend", "dynamic": False}

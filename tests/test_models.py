@@ -19,6 +19,7 @@ from lantern_hpu.ops.buffers import additive_mask
 from lantern_hpu.ops.kernels import rotate
 from lantern_hpu.ops.kv_cache import KVCache
 from lantern_hpu.tree import DraftTree, load_static
+from tests.marks import mostly_slow
 from tests.tiny import (
     NAMES,
     advance,
@@ -114,7 +115,8 @@ def leaves(tree: DraftTree) -> list[int]:
 
 @pytest.mark.parametrize(
     ("name", "variant"),
-    [(n, v) for n in NAMES for v in ("plain", "chameleon")]
+    [("chain", v) for v in ("plain", "chameleon")]
+    + mostly_slow((n, v) for n in NAMES for v in ("plain", "chameleon") if n != "chain")
     + [("mc_sim_7b_63", v) for v in VARIANTS],
 )
 def test_tree_verification_equals_a_sequential_pass_over_each_path(name: str, variant: str) -> None:

@@ -28,6 +28,7 @@ from lantern_hpu.models.vq import as_bytes
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.tree import DraftTree, load_static
 from tests.folder import write_folder
+from tests.marks import mostly_slow
 
 
 def test_auto_is_what_was_fastest_for_so_many_images(model: Path) -> None:
@@ -107,7 +108,9 @@ def test_an_engine_that_something_holds_is_never_closed(
     assert held in closed
 
 
-@pytest.mark.parametrize("method", ["ar", "eagle@chain", "lantern@dynamic:3x2x8"])
+@pytest.mark.parametrize(
+    "method", mostly_slow(["ar", "eagle@chain", "lantern@dynamic:3x2x8"], "eagle@chain")
+)
 def test_a_picture_may_be_wider_than_high(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:

@@ -205,7 +205,7 @@ def test_an_attribute_of_another_library_points_at_the_page(pipeline: LanternPip
 METHODS = ("ar", "scd@3", "eagle@chain", "lantern:delta-0.2@dynamic:2x1x4")
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", mostly_slow(METHODS, "ar", "scd@3"))
 def test_a_call_within_a_callback_draws_the_same_image(
     pipeline: LanternPipeline, method: str
 ) -> None:
@@ -227,7 +227,7 @@ def test_a_call_within_a_callback_draws_the_same_image(
     assert not any(engine.pins for engine in pipeline.engines.engines.values())
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", mostly_slow(METHODS, "ar", "scd@3"))
 def test_a_call_between_the_images_of_a_stream_draws_the_same(
     pipeline: LanternPipeline, method: str
 ) -> None:

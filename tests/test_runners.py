@@ -80,7 +80,7 @@ METHODS: dict[str, tuple[Tree, dict[str, Any]]] = {
 }
 
 
-QUICK = ("ar", "eagle together", "lantern++", "jacobi", "sjd-pac", "scd tv")
+QUICK = ("ar", "lantern++", "scd tv")
 WINDOWS = [load_tree("scd:6"), load_tree("sjd-pac:6:3x2")]
 
 

@@ -91,7 +91,7 @@ def test_an_image_is_the_same_alone_in_company_and_admitted_in_the_middle(
     requests = images(relaxation=None if tree in exact else LENT)
     together = sample(models, tree, requests)
     batch = open_batch(models, tree, requests, mode)
-    for order in range(3):
+    for order in range(3 if mode == "strict" else 1):
         found = {done.request.seed: done for done in one_after_another(batch, requests, order)}
         assert len(found) == len(requests)
         for i, each in enumerate(requests):
@@ -105,7 +105,11 @@ def test_an_image_is_the_same_alone_in_company_and_admitted_in_the_middle(
         assert report.captures == 3  # of all slots, of one, and of the step
 
 
-@pytest.mark.parametrize("tree", [AR, SMALL_TREE, SCHEDULED[0]], ids=lambda tree: tree.name)
+@pytest.mark.parametrize(
+    "tree",
+    mostly_slow([AR, SMALL_TREE, SCHEDULED[0]], AR, SCHEDULED[0]),
+    ids=lambda tree: tree.name,
+)
 def test_images_are_the_same_where_the_host_reads_while_the_device_goes_on(
     models: Models, tree: Tree
 ) -> None:
@@ -281,7 +285,10 @@ def test_an_admission_hands_all_its_numbers_over_without_waiting(
     assert {x.data_ptr() for x in needed if x is not None and x.numel()} <= set(uploaded)
 
 
-@pytest.mark.parametrize("tree", [AR, load_static("chain"), GROWN, *WINDOWS, *SCHEDULED])
+@pytest.mark.parametrize(
+    "tree",
+    mostly_slow([AR, load_static("chain"), GROWN, *WINDOWS, *SCHEDULED], AR, GROWN, *WINDOWS[:1]),
+)
 def test_probabilities_that_are_nan_are_said_and_stop_nothing(tree: Tree) -> None:
     """What overflows in half precision, or a wrong kernel: the image is lost, the others and the process are not."""
     target, drafter = tiny_models()

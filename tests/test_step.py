@@ -98,8 +98,9 @@ ENDS = (FLAT, *map(load_tree, ("dynamic:1x3x4", "dynamic:3x0x2")))  # of a tree'
 @pytest.mark.parametrize(
     ("tree", "settings"),
     [
-        *((tree, name) for tree in (AR, SMALL_TREE, GROWN) for name in ("guided", "top-k")),
-        *((tree, "guided") for tree in (CHAIN, NAMED, *ENDS)),
+        *((AR, "guided"), (SMALL_TREE, "guided"), (GROWN, "top-k"), (NAMED, "guided")),
+        *mostly_slow([(AR, "top-k"), (SMALL_TREE, "top-k"), (GROWN, "guided")]),
+        *mostly_slow((tree, "guided") for tree in (CHAIN, *ENDS)),
         *mostly_slow((tree, name) for tree in (AR, SMALL_TREE, GROWN) for name in SLOW_SETTINGS),
         *mostly_slow([(CHAIN, "top-k"), (CHAIN, "greedy"), (NAMED, "greedy"), (BROAD, "guided")]),
     ],
@@ -168,7 +169,11 @@ RELAXED: list[tuple[Tree, Relaxation]] = [
 
 
 @pytest.mark.parametrize("settings", mostly_slow(["guided", "top-k", "greedy"], "guided"))
-@pytest.mark.parametrize(("tree", "rule"), RELAXED, ids=str)
+@pytest.mark.parametrize(
+    ("tree", "rule"),
+    mostly_slow(RELAXED, RELAXED[0], RELAXED[3], RELAXED[4], RELAXED[5]),
+    ids=str,
+)
 def test_relaxed_images_are_those_of_the_slow_loop(
     models: Models, tree: Tree, rule: Relaxation, settings: str
 ) -> None:
@@ -203,7 +208,7 @@ def test_filters_come_in_the_order_of_the_family() -> None:
 # Exact means exact
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", mostly_slow(NAMES, "chain", "mc_sim_7b_63"))
 def test_greedy_fp32_equals_plain_ar(models: Models, name: str) -> None:
     requests = batch(temperature=0.0)
     drafted = sample(models, name, requests)
@@ -223,7 +228,9 @@ def test_greedy_fp32_equals_plain_ar(models: Models, name: str) -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("tree", [load_static("mc_sim_7b_63"), GROWN], ids=lambda tree: tree.name)
+@pytest.mark.parametrize(
+    "tree", mostly_slow([load_static("mc_sim_7b_63"), GROWN], GROWN), ids=lambda tree: tree.name
+)
 def test_relaxed_with_zero_bound_is_exact(
     models: Models, tree: Tree, rule: Relaxation, settings: str, residual: Any
 ) -> None:
@@ -263,7 +270,7 @@ def test_target_as_drafter_accepts_everything(name: str, settings: str) -> None:
 # Exact keeps the distribution
 
 SMALL = tiny_config(vocab_size=6, dim=16, layers=1, ffn_dim=16, prefix=2, grid=(1, 3))
-IMAGES, BATCHES = 3000, 4
+IMAGES, BATCHES = 3000, 2
 
 
 def exact_probs(target: Target, sampling: Request) -> Tensor:
@@ -479,7 +486,9 @@ def test_seeds_prompts_and_settings_change_the_image(models: Models) -> None:
     ids=str,
 )
 @pytest.mark.parametrize(
-    "tree", [AR, SMALL_TREE, GROWN, *map(load_static, NAMES)], ids=lambda tree: tree.name
+    "tree",
+    mostly_slow([AR, SMALL_TREE, GROWN, *map(load_static, NAMES)], AR, SMALL_TREE, GROWN),
+    ids=lambda tree: tree.name,
 )
 def test_images_end_exactly_and_counts_add_up(tree: Tree, grid: tuple[int, int]) -> None:
     models, total = tiny_models(tiny_config(grid=grid)), grid[0] * grid[1]

@@ -137,7 +137,7 @@ METHODS: dict[str, tuple[TransformerConfig, str, str | None, dict[str, Any]]] = 
 }
 
 
-@pytest.mark.parametrize("case", mostly_slow(METHODS, "eagle, greedy", "lantern++", "scd"))
+@pytest.mark.parametrize("case", mostly_slow(METHODS, "lantern++", "scd"))
 def test_promise_pictures_and_steps_are_the_small_models(
     base: ImageModel, models: dict[int, ImageModel], case: str
 ) -> None:
@@ -157,6 +157,7 @@ def test_promise_pictures_and_steps_are_the_small_models(
     assert all(one.tobytes() == other.tobytes() for one, other in same)
 
 
+@pytest.mark.slow
 def test_the_step_can_be_captured(models: dict[int, ImageModel]) -> None:
     (large,) = pipelines(models[TWICE.dim], mode="strict")
     result = large(PROMPTS[:1], method="lantern++@flat_4")

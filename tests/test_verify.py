@@ -338,6 +338,7 @@ def test_model_with_grouped_heads_is_refuted_where_a_kernel_spoils_one_group(
         assert question.answer("ar")[0] == "confirmed"  # whose heads share nothing
 
 
+@pytest.mark.slow
 def test_draws_that_sums_spoil_are_refuted(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Device.compute
 
@@ -354,6 +355,7 @@ def test_draws_that_sums_spoil_are_refuted(monkeypatch: pytest.MonkeyPatch) -> N
     assert "from where its uniform is" in detail and numbers["sums that fall"] > 0
 
 
+@pytest.mark.slow
 def test_memory_that_refuses_its_second_life_is_refuted(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -407,7 +409,7 @@ def test_lost_write_into_a_cache_is_refuted(
     assert "differ" in detail and numbers["wrong"]
 
 
-@pytest.mark.parametrize("method", [*CACHES, GROUPED])
+@pytest.mark.parametrize("method", mostly_slow([*CACHES, GROUPED], GROUPED))
 def test_device_that_runs_ahead_is_asked_after_the_same_steps(model: Path, method: str) -> None:
     """It is confirmed; one wrong key refutes it, and so does a step too few, with the shapes."""
     question = Asked(Stage("caches", "eager", "cpu"), "cpu", str(model))
@@ -471,6 +473,7 @@ def test_operator_that_is_cut_out_of_a_compiled_step_is_refuted(
     assert "eager fallback of cumsum" in detail
 
 
+@pytest.mark.slow
 def test_failure_that_is_no_cut_leaves_the_question_open(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -498,7 +501,10 @@ def test_wrong_products_of_matrices_are_refuted_by_the_tokens(
         assert state == "refuted" and "tokens differ" in detail
 
 
-@pytest.mark.parametrize("what", ["graph compilations", "cpu fallbacks", "captures after warm-up"])
+@pytest.mark.parametrize(
+    "what",
+    mostly_slow(["graph compilations", "cpu fallbacks", "captures after warm-up"], "cpu fallbacks"),
+)
 def test_what_a_step_does_after_the_warm_up_is_refuted(
     what: str, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -562,7 +568,7 @@ def halved(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrong
 
 
-@pytest.mark.parametrize("wrong", mostly_slow(BACKENDS["cuda"].kernels, "attention", "walk"))
+@pytest.mark.parametrize("wrong", mostly_slow(BACKENDS["cuda"].kernels, "walk"))
 def test_each_triton_kernel_is_asked_and_can_be_refuted(
     wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

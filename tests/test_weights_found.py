@@ -28,6 +28,7 @@ from lantern_hpu.models.text.prefix import load_tokenizer
 from lantern_hpu.results.outputs import read_saved_tokens
 from lantern_hpu.zoo.find import find_parts
 from lantern_lab.train.unroll import read_encoded, read_samples
+from tests.marks import mostly_slow
 from tests.tiny import tiny_config
 
 State = dict[str, Tensor]
@@ -107,7 +108,7 @@ WRAPPED: dict[str, Rename] = {
 }
 
 
-@pytest.mark.parametrize("how", WRAPPED)
+@pytest.mark.parametrize("how", mostly_slow(WRAPPED, "FSDP", "compiled in DDP"))
 def test_what_training_wraps_around_names_is_left_out(
     how: str, public: Path, tmp_path: Path
 ) -> None:

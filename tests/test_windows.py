@@ -82,7 +82,7 @@ def test_noise_of_a_place_depends_on_seed_and_place_alone() -> None:
     assert len({tuple(place) for place in noise_keys(3, 500).tolist()}) == 500
 
 
-@pytest.mark.parametrize("vocabulary", [5, 64, 1000])
+@pytest.mark.parametrize("vocabulary", mostly_slow([5, 64, 1000], 5, 64))
 def test_races_are_won_as_often_as_a_token_is_probable(vocabulary: int) -> None:
     p = torch.rand(vocabulary, generator=torch.Generator().manual_seed(1)) ** 4
     p, tokens = p / p.sum(), torch.arange(vocabulary, dtype=torch.int32)
@@ -96,8 +96,13 @@ def test_races_are_won_as_often_as_a_token_is_probable(vocabulary: int) -> None:
 # jacobi
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("width", [1, 2, 5, 15])
+@pytest.mark.parametrize(
+    ("width", "settings"),
+    mostly_slow(
+        [(width, name) for width in (1, 2, 5, 15) for name in SETTINGS],
+        *((1, "guided"), (2, "top-k"), (5, "unguided"), (15, "top-p"), (2, "greedy")),
+    ),
+)
 def test_jacobi_draws_the_tokens_of_one_token_decoding(
     models: Models, width: int, settings: str
 ) -> None:

@@ -136,8 +136,7 @@ def class_index(text: str, classes: int = IMAGENET_CLASSES) -> int:
     if classes != IMAGENET_CLASSES:
         why = f"the model has {classes} classes, whose names are not known"
         raise OptionError(f"{text!r} is no class", why, hint)
-    name = _plain(text)
-    known = [[_plain(name) for name in names] for names in _classes()]
+    name, known = _plain(text), _plain_classes()
     result = [index for index, names in enumerate(known) if names[0] == name]
     result = result or [index for index, names in enumerate(known) if name in names]
     if not result:
@@ -154,6 +153,11 @@ def class_index(text: str, classes: int = IMAGENET_CLASSES) -> int:
 def _classes() -> list[list[str]]:
     lines = IMAGENET.read_text(encoding="utf-8").splitlines()
     return [[name.strip() for name in line.split(",")] for line in lines]
+
+
+@cache
+def _plain_classes() -> list[list[str]]:
+    return [[_plain(name) for name in names] for names in _classes()]
 
 
 def _plain(name: str) -> str:
