@@ -94,8 +94,8 @@ class NonBlockingStream(io.TextIOBase):
             data = self.waiting.get()
             lost, self.lost = self.lost, 0
             if lost:
-                said = {"message": f"{lost} lines are lost: they were not read"}
-                data += f"{json_line('WARNING', time.time(), said)}\n".encode()
+                said = f"{lost} lines are lost: they were not read"
+                data += f"{log_line(time.time(), 'WARNING', said)}\n".encode()
             with suppress(OSError):  # the reader is gone, or the disk full
                 while data:
                     data = data[os.write(self.descriptor, data) :]
@@ -140,36 +140,33 @@ def nonblocking_stderr() -> Iterator[None]:
 # ------------------------------------------------------------------------------------ the log of a server
 
 
-def json_line(level: str, seconds: float, said: dict[str, Any]) -> str:
-    """A line of the log; `seconds` since 1970, which it has as UTC."""
-    return json.dumps({"time": iso_time(seconds), "level": level.lower(), **said})
-
-
-def iso_time(seconds: float) -> str:
-    """2026-01-31T12:00:00.000Z"""
+def log_line(seconds: float, level: str, text: str, terminal: bool = False) -> str:
+    """A line of the log, of JSON or for a terminal: `seconds` since 1970 as UTC, and a text or an object of JSON."""
     at = datetime.fromtimestamp(seconds, timezone.utc)
-    return at.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    shown = at.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    if terminal:
+        return f"{shown} {level.lower()} {text}"
+    said = {"message": text}
+    if text.startswith('{"'):
+        with suppress(ValueError):  # of a library's line that only begins so
+            said = json.loads(text)
+    return json.dumps({"time": shown, "level": level.lower(), **said})
 
 
 class LogFormatter(logging.Formatter):
-    """A line of JSON for each record, with the `fields` that it has or its text; a line of text on a terminal."""
+    """`log_line` of each record."""
 
-    def __init__(self, terminal: bool) -> None:
-        super().__init__()
-        self.terminal = terminal
+    terminal = False
 
     def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record)
-        if self.terminal:
-            return f"{iso_time(record.created)} {record.levelname.lower()} {text}"
-        said = getattr(record, "fields", {"message": text})
-        return json_line(record.levelname, record.created, said)
+        return log_line(record.created, record.levelname, super().format(record), self.terminal)
 
 
 def start_log() -> None:
     """Let all loggers and warnings of this process write to standard error, each line in one form."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(LogFormatter(sys.stderr.isatty()))
+    handler, form = logging.StreamHandler(sys.stderr), LogFormatter()
+    form.terminal = sys.stderr.isatty()
+    handler.setFormatter(form)
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     logging.captureWarnings(True)

@@ -74,7 +74,7 @@ def serve_request(args: argparse.Namespace) -> ServeOptions:
     made = {
         "given": from_args(PartOverrides, args),
         "device": from_args(DeviceOptions, args),
-        "methods": served_methods(args),
+        "methods": options.names(args.method, "method"),
         "allow": options.names(args.allow, "allow"),
         "sizes": picture_sizes(args.sizes),
         "allow_host": (args.host, *options.names(args.allow_host, "allow_host")),
@@ -82,11 +82,6 @@ def serve_request(args: argparse.Namespace) -> ServeOptions:
         "api_key": args.api_key,
     }
     return from_args(ServeOptions, args, **made)
-
-
-def served_methods(args: argparse.Namespace) -> tuple[str, ...]:
-    """The settings that are asked for; nothing if none is."""
-    return tuple(options.names(args.method, "method"))
 
 
 def picture_sizes(text: str | None) -> tuple[tuple[int, int], ...]:

@@ -6,7 +6,6 @@ import asyncio
 import base64
 import ipaddress
 import json
-import logging
 import math
 import re
 import secrets
@@ -28,7 +27,7 @@ from lantern_hpu.serve.decoder import DecodeThread
 from lantern_hpu.serve.edits import BODY_SECONDS, CLOSED, FORM, AllowedBody, Body, media_type
 from lantern_hpu.serve.options import MAX_BODY, PREFIX, ServeOptions
 from lantern_hpu.serve.protocol import ApiError, ParsedRequest, check_name, read_call
-from lantern_hpu.serve.queue import Done, Event, Job, Partial, log_fields
+from lantern_hpu.serve.queue import Done, Event, Job, Partial, log
 
 with needing("fastapi", "the server is built on it", "serve"):
     from fastapi import APIRouter, Depends, FastAPI, Request, Response, Security
@@ -103,7 +102,7 @@ class Record:
     def write(self) -> None:
         line = {"event": "request", "id": self.id, "client": self.client, "status": self.status}
         seconds = round(time.monotonic() - self.began, 4)
-        log_fields(logging.INFO, line | self.about | {"seconds": seconds})
+        log.info(json.dumps(line | self.about | {"seconds": seconds}))
 
 
 class ImageRequestHandler:

@@ -288,12 +288,7 @@ def log_error(event: str, stage: str, error: Exception, **more: Any) -> None:
     line = {"event": event, "stage": stage, "error": type(error).__name__, "at": frames[-4:]}
     if stage != "text" and isinstance(error, LanternError | RuntimeError | MemoryError):
         line["why"] = str(error)[:200]
-    log_fields(logging.ERROR, line | more)
-
-
-def log_fields(level: int, fields: dict[str, Any]) -> None:
-    """A line in the log of these names and values."""
-    log.log(level, json.dumps(fields), extra={"fields": fields})
+    log.error(json.dumps(line | more))
 
 
 MakeContext = Callable[[], AbstractContextManager[object]]

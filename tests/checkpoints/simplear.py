@@ -190,5 +190,7 @@ def write_simplear(folder: Path, generator: Generator) -> None:
     decoder = cosmos_decoder(generator)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of tracing, which replaced scripts have
-        traced: Any = torch.jit.trace(decoder, torch.zeros(1, 1, 2, 2, dtype=torch.int32))
+        traced: Any = torch.jit.trace(
+            decoder, torch.zeros(1, 1, 2, 2, dtype=torch.int32), check_trace=False
+        )
     traced.save(str(folder / "decoder.jit"))

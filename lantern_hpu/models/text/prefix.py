@@ -136,7 +136,8 @@ def class_index(text: str, classes: int = IMAGENET_CLASSES) -> int:
     if classes != IMAGENET_CLASSES:
         why = f"the model has {classes} classes, whose names are not known"
         raise OptionError(f"{text!r} is no class", why, hint)
-    name, known = _plain(text), _plain_classes()
+    name = _plain(text)
+    known = [[_plain(name) for name in names] for names in _classes()]
     result = [index for index, names in enumerate(known) if names[0] == name]
     result = result or [index for index, names in enumerate(known) if name in names]
     if not result:
@@ -155,11 +156,7 @@ def _classes() -> list[list[str]]:
     return [[name.strip() for name in line.split(",")] for line in lines]
 
 
-@cache
-def _plain_classes() -> list[list[str]]:
-    return [[_plain(name) for name in names] for names in _classes()]
-
-
+@lru_cache(4096)
 def _plain(name: str) -> str:
     """Names are compared without case; an underscore is a space, as in many lists of classes."""
     return " ".join(name.replace("_", " ").casefold().split())
