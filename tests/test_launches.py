@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,10 +16,12 @@ from lantern_hpu.decode.accelerators import Rates, accelerators
 from lantern_hpu.decode.requirements import find_model
 from lantern_hpu.models.files.names import PartOverrides
 from lantern_hpu.models.transformer import Drafter
-from lantern_lab.measure.floors import StepPasses, launches, projected
+from lantern_hpu.tree import DraftTree, load_tree
+from lantern_lab.measure.floors import StepPasses, launches, product_seconds, projected
 from lantern_lab.measure.launches import Launches, count_step, engine_of, model_config
 from tests.marks import mostly_slow
 
+ROOT, ROOT_ALONE = Path(__file__).parent.parent, DraftTree.root_only()
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")
 
 # Of the embedded model, of 8 layers, and of its widening to 36; one image
@@ -37,26 +42,60 @@ def test_step_launches_no_more_than_this(method: str) -> None:
         assert found.total() <= limit, found
 
 
-@pytest.mark.parametrize("method", mostly_slow(MOST, "scd@16"))
-def test_projection_knows_about_how_many_there_are(method: str) -> None:
-    """So that a plan needs no Triton."""
-    large = model_config(None)
-    engine = engine_of(large, method)
-    about = launches(large.target, StepPasses.of(engine.spec.tree))
-    assert about == pytest.approx(count_step(engine).total(), rel=0.1)
+PUBLISHED = ("janus-pro-7b", "emu3-gen", "emu3.5-image", "glm-image", "anole-7b")
+
+
+@pytest.mark.parametrize(
+    ("model", "method"),
+    mostly_slow(
+        [*((None, method) for method in MOST), *product(PUBLISHED, ("ar", "scd@16"))],
+        (None, "scd@16"),
+        ("emu3.5-image", "ar"),
+        ("emu3-gen", "scd@16"),
+    ),
+)
+def test_projection_knows_how_many_there_are(model: str | None, method: str) -> None:
+    """Of known models too, with norms of heads, grammars and vocabularies as they are; so it needs no Triton."""
+    config = model_config(model)
+    engine = engine_of(config, method)
+    about = launches(config.target, StepPasses.of(engine.spec.tree))
+    assert about == pytest.approx(count_step(engine).total(), rel=0.05)
 
 
 def test_projection_is_about_what_was_measured() -> None:
-    """With the launches of the steps that were measured on an H200, which were more."""
+    """With the launches of the steps that were measured on an H200, which were more, by its report and its profile."""
     card, large = accelerators()["h200"], model_config(None)
     assert card.launch is not None and card.copied is not None
-    measured = {"ar": (529, 1.71), "scd@8": (574, 1.94), "eagle@chain": (801, 2.54)}
-    for method, (count, milliseconds) in measured.items():
-        passes = StepPasses.of(engine_of(large, method).spec.tree)
-        rates = Rates(card.copied, card.rate)
+    rates = Rates(card.copied, card.rate)
+    report = json.loads((ROOT / "benchmarks" / "results" / "xl-h200.json").read_text())
+    steps = {f"{r['method']}@{r['tree']}": r["step_alone_ms"] for r in report["rows"]}
+    counted = {"ar@root": 529, "scd@scd:8": 574, "eagle@chain": 801}
+    for name, count in counted.items():
+        method, _, tree = name.partition("@")
+        passes = StepPasses.of(ROOT_ALONE if method == "ar" else load_tree(tree))
         fewer = count - launches(large.target, passes)
         step = projected(large, passes, 2, rates, card.launch) + fewer * card.launch
-        assert 1000 * step == pytest.approx(milliseconds, rel=0.1)
+        assert 1000 * step == pytest.approx(steps[name], rel=0.1)
+    # Products alone, in a graph: milliseconds over two rows, at XL's sizes and at those of a Llama of 7B
+    for measured, layers, shapes in (
+        (0.942, 36, ((3840, 1280), (1280, 1280), (6912, 1280), (1280, 3456))),
+        (3.667, 32, ((12288, 4096), (4096, 4096), (22016, 4096), (4096, 11008))),
+    ):
+        matrices = [torch.empty(shape, device="meta") for shape in shapes] * layers
+        assert 1000 * product_seconds(matrices, rates) == pytest.approx(measured, rel=0.15)
+
+
+def test_projection_of_8_bits_reads_a_byte_a_number() -> None:
+    """Of large products half the time, of small ones what a launch takes."""
+    card = accelerators()["h200"]
+    assert card.launch is not None and card.copied is not None
+    for name, share in (("janus-pro-7b", 0.58), ("emu3.5-image", 0.54), (None, 1.0)):
+        config, passes = model_config(name), StepPasses.of(ROOT_ALONE)
+        whole, small = (
+            projected(config, passes, 2, Rates(card.copied, card.rate, 2, size), card.launch)
+            for size in (None, 1)
+        )
+        assert small == pytest.approx(share * whole, rel=0.05)
 
 
 def test_what_an_operator_launches() -> None:

@@ -4,14 +4,17 @@
 
 prints the tables of docs/performance.md: milliseconds of a step in bfloat16 with guidance, for `ar` and for draft
 trees of three sizes, drafting included. `floor` counts them. In brackets, for a card that was
-measured: the step as projected from its launches and from the bandwidth there; and in a table of its own, on a card of
-which speeds of other models are published, as projected from those.
+measured: the step as projected from its launches, its products and the bandwidth there; and in a table of its own, on a
+card of which speeds of other models are published, as projected from those.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import NamedTuple
+
+from torch import Tensor
 
 from lantern_hpu.decode.accelerators import Rates, accelerators, least_seconds, projected_ms
 from lantern_hpu.models.config import ModelConfig, TransformerConfig
@@ -94,21 +97,53 @@ def floor(model: ModelConfig, passes: StepPasses, rows: int, rates: Rates) -> Fl
 LAYER, LONG_LAYER = 8, 10  # of a layer; of one whose cache is longer than this
 LONG = 512
 PLAIN_STEP, DRAFTED, DRAFT_PASS = 12, 24, 17  # of `ar`; what drafts add; of a pass of the drafter
+HEAD_NORMS = {False: 0, True: 14, "rms": 2}  # of a layer, by what its heads pass
+BEHIND = 2  # of a layer: norms behind its parts
+AXES = 26  # of angles on three axes
+RULED, RULED_DRAFTS = 10, 53  # of a picture's grammar; over the drafts of a window
+LARGE, PLAIN_SAMPLER = 65536, 25  # tokens that one program holds; of what serves beyond them
+
+# Of products on a card, fitted to the H200's steps
+REACHED = 0.86  # of a copy's rate
+SMALLEST = 20e6  # bytes, below which a product takes no less time
 
 
 def launches(config: TransformerConfig, passes: StepPasses) -> int:
     """About how many kernels a step launches on CUDA; not for dynamic trees, whose tables are many more."""
     positions = config.prefix + config.tokens + passes.verify.tokens
     layer = LAYER if positions <= LONG else LONG_LAYER
+    layer += HEAD_NORMS[config.qk_norm] + BEHIND * config.sandwich_norms
     drafted = DRAFTED * (passes.verify.tokens > 1) + DRAFT_PASS * len(passes.draft)
+    if config.row_ends:
+        drafted += RULED + RULED_DRAFTS * (passes.verify.tokens > 1)
+    drafted += AXES * (config.rope == "mrope") + PLAIN_SAMPLER * (config.vocab_size > LARGE)
     return config.layers * layer + PLAIN_STEP + drafted
 
 
 def projected(
     model: ModelConfig, passes: StepPasses, rows: int, rates: Rates, launch: float
 ) -> float:
-    """Seconds of a step by its floor and its launches of so many seconds each: a model, not a measurement."""
-    return floor(model, passes, rows, rates).step + launch * launches(model.target, passes)
+    """Seconds of a step by its products, its keys and values, and its launches: a model, not a measurement.
+
+    Args:
+        rates: with the bandwidth of a copy. launch: seconds of one.
+    """
+    config, empty = model.target, EmptyModel.of(model)
+    drafts = [least_seconds(model, rates, rows, *one, drafter=True)[1] for one in passes.draft]
+    multiply = least_seconds(model, rates, rows, *passes.verify)[1]
+    target, drafter = (product_seconds(several, rates) for several in empty.matrices)
+    head = product_seconds([x for x in empty.target.head.parameters() if x.dim() == 2], rates)
+    layers, context = config.layers + len(drafts), config.prefix + config.tokens / 2
+    cached = rows * context * layers * 2 * config.kv_width * rates.number_bytes / rates.bandwidth
+    products = max(target, multiply) + sum(max(drafter + head, other) for other in drafts)
+    return products + cached + launch * launches(config, passes)
+
+
+def product_seconds(matrices: Sequence[Tensor], rates: Rates) -> float:
+    """Of products with few rows, by what they read."""
+    size = rates.weight_bytes or rates.number_bytes
+    read = sum(max(size * matrix.numel(), SMALLEST) for matrix in matrices)
+    return read / (REACHED * rates.bandwidth)
 
 
 def table(name: str) -> str:
