@@ -60,9 +60,9 @@ def load_model(
         check_diffusion_folder(opened.pixels)
     with backend.errors():
         fit = backend.fit(opened.config.target, options)
-        quantize = options.quantize or opened.quantize
-        check_room(name, opened.config, fit, replace(options, quantize=quantize))
-        return fill_model(opened, fit, replace(options, quantize=quantize))
+        options = replace(options, quantize=opened.matrix_format(options.quantize))
+        check_room(name, opened.config, fit, options)
+        return fill_model(opened, fit, options)
 
 
 def fill_model(
@@ -100,7 +100,7 @@ def write_folder(
     """Write a model folder from a model's files, tensor by tensor; `dtype` auto: as they are stored.
 
     Args:
-        quantize: `int8` for the matrices of target and drafter.
+        quantize: `int8` or `int4` for the matrices of target and drafter.
     """
     if output.exists():
         raise OutputError(f"{output} exists", hint="another name, or remove it")
@@ -113,7 +113,7 @@ def write_folder(
     with ProgressBar(parts) as progress:
         progress.set_description_str("loading")
         number = None if dtype == "auto" else getattr(torch, dtype)
-        model = opened.load(Placement(number, quantize=quantize))
+        model = opened.load(Placement(number, quantize=opened.matrix_format(quantize)))
         progress.update()
         with staged(output) as folder:
             write_model(model, folder, progress)

@@ -93,7 +93,7 @@ class LanternPipeline(ImageGenerator):
             given: parts in place of the model's own: drafter, VQ tokenizer, text encoder.
             keep_text: where a text encoder stays once prompts are encoded: `device`, `host` or `free`; `auto`: `host`,
                 but `device` in a server where it fits.
-            quantize: `int8` for the matrices of target and drafter.
+            quantize: `int8` or `int4` for the matrices of target and drafter.
             pictures: False if tokens are enough, so that a model without its tokenizer of pictures loads too.
             layout: of the matrices: `auto`, the fastest, or one the device offers; for training `plain`.
             threads: of the processor; 0 for the fastest number.

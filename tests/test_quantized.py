@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -183,10 +184,9 @@ INT8 = {"format": "int8", "version": 1}
 REFUSED: dict[str, tuple[Any, Callable[[Any], object], str]] = {
     "another version": (INT8 | {"version": 2}, len, "int8 of version 2"),
     "another format": (INT8 | {"format": "int2"}, len, "int2 of version 1"),
-    "4 bits": (INT8 | {"format": "int4"}, len, r"head\.zero"),
     "no version": ("int8", len, "int8 of version None"),
     "nothing": (None, len, "holds torch.int8|unknown"),
-    "no scales": (INT8, lambda stored: stored.pop("target.head.scale"), r"head\.scale"),
+    "no scales": (INT8, lambda stored: stored.pop("target.head.scale"), r"head\.weight holds"),
     "floats": (INT8, as_floats, r"head\.weight holds"),
     # Kernels differ in what they make of these
     "-128": (INT8, filled("weight", -128), r"target\.head\.weight holds numbers"),
@@ -217,12 +217,149 @@ def test_a_folder_that_this_version_does_not_write_is_refused(
 def test_formats_that_a_folder_cannot_have_are_refused(
     model: Path, small: Path, tmp_path: Path
 ) -> None:
-    """Matrices of 8 bits would stay as they are; there are none of 2."""
+    """Matrices of few bits would stay as they are; there are none of 2."""
     command = ["models", "convert", str(small), str(tmp_path / "again"), "--dtype"]
     assert cli.main([*command, "bfloat16"]) == 2 and not (tmp_path / "again").exists()
+    assert cli.main([*command, "auto", "--quantize", "int4"]) == 2
     assert cli.main([*command, "auto"]) == 0
+    with pytest.raises(OptionError, match="are int8 already"):
+        LanternPipeline.from_pretrained(str(small), quantize="int4")
     with pytest.raises(OptionError, match="int8, int4"):
         convert(str(model), tmp_path / "small", "auto", PartOverrides(), "int2")
+
+
+# ------------------------------------------------------------------------------- GPTQ's layout
+
+AUTOROUND = {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"}
+GPTQ = {"quant_method": "gptq", "desc_act": False}
+VERSION_2 = GPTQ | {"checkpoint_format": "gptq_v2"}
+BLOCKS, INNER = r"^model\.language_model\.layers\.", "vision_language_encoder"
+# A family's folder, where its weights are there, which matrices are quantised, and what config.json says of that
+LAYOUTS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
+    "all blocks": ("glm-image", INNER, BLOCKS, AUTOROUND),
+    "a part of qkv": ("glm-image", INNER, rf"{BLOCKS}.*\.(q|k|o|down)_proj", VERSION_2),
+    "emu3": ("emu3", "", r"layers\.\d+\.(self_attn|mlp\.[gu])", VERSION_2),
+    "emu3-authors": ("emu3-authors", "", r"layers\.\d+\.self_attn", AUTOROUND),
+    "janus": ("janus-pro-hub", "", rf"{BLOCKS}.*([qkvo]|gate|up)_proj|generation_head\.proj", GPTQ),
+}
+
+
+State = dict[str, torch.Tensor]
+
+
+def in_nibbles(numbers: torch.Tensor) -> torch.Tensor:
+    """Whole numbers [n, m] of 4 bits, eight of a row in one int32 [n, m / 8]."""
+    values = numbers.numpy().astype(np.uint32).reshape(len(numbers), -1, 8)
+    shifted = values << np.arange(0, 32, 4, dtype=np.uint32)
+    return torch.from_numpy(np.bitwise_or.reduce(shifted, -1).astype(np.uint32).view(np.int32))
+
+
+def in_gptq(state: State, name: str, stated: dict[str, Any]) -> torch.Tensor:
+    """Put random numbers in GPTQ's layout in the place of a matrix. -> what they stand for, float32"""
+    generator = torch.Generator().manual_seed(len(name))
+    matrix = state.pop(name)
+    rows, columns = matrix.shape
+    group = stated["group_size"]
+    less = int(stated.get("checkpoint_format") != "gptq_v2")
+    numbers = torch.randint(16, (rows, columns), generator=generator)
+    zeros = torch.randint(less, 16 + less, (rows, columns // group), generator=generator)
+    size = matrix.float().std() / 8
+    scales = (torch.randn(zeros.shape, generator=generator) * size).half()  # AutoRound's may be < 0
+    stem = name.removesuffix("weight")
+    state[f"{stem}qweight"] = in_nibbles(numbers).T.contiguous()
+    state[f"{stem}qzeros"] = in_nibbles((zeros - less).T.contiguous()).contiguous()
+    state[f"{stem}scales"] = scales.T.contiguous()
+    if stated["quant_method"] == "gptq":
+        state[f"{stem}g_idx"] = torch.arange(columns, dtype=torch.int32) // group
+    steps = scales.float().repeat_interleave(group, 1)
+    return steps * (numbers - zeros.repeat_interleave(group, 1))
+
+
+def write_gptq(layout: str, public: Path, folder: Path) -> tuple[Path, Path]:
+    """A family's folder in GPTQ's layout, and one with the numbers that it stands for."""
+    family, inner, quantised, stated = LAYOUTS[layout]
+    stated = stated | {"bits": 4, "group_size": 32}
+    packed, plain = (
+        Path(shutil.copytree(public / family, folder / name)) for name in ("packed", "plain")
+    )
+    for file in sorted((packed / inner).glob("*.safetensors")):
+        small, floats = load_file(file), load_file(file)
+        for name in [*small]:
+            if re.search(rf"{quantised}.*weight$", name) and small[name].dim() == 2:
+                floats[name] = in_gptq(small, name, stated)
+        save_file(small, file, metadata={"format": "pt"})
+        save_file(floats, plain / inner / file.name, metadata={"format": "pt"})
+    (packed / inner / "model.safetensors.index.json").unlink(missing_ok=True)
+    about = packed / inner / "config.json"
+    about.write_text(json.dumps(json.loads(about.read_text()) | {"quantization_config": stated}))
+    return packed, plain
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", mostly_slow(LAYOUTS, "all blocks", "a part of qkv"))
+def test_a_folder_in_gptqs_layout_is_its_dequantised_numbers(
+    layout: str, dtype: torch.dtype, public: Path, tmp_path: Path
+) -> None:
+    """To the bit, and so are those of our own folder of it; a layer that it has partly as floats is one of floats."""
+    packed, plain = write_gptq(layout, public, tmp_path)
+    wanted = loaded(plain, dtype).target.state_dict()
+    written = tmp_path / "ours"
+    write_converted(str(packed), written, "auto")
+    for folder in (packed, written):
+        found = loaded(folder, dtype)
+        layers = small_layers(found.target)
+        assert found.quantize == "int4"
+        assert layers and {layer.group for layer in layers.values()} == {32}
+        assert ("layers.0.attention.qkv" in layers) == (layout != "a part of qkv")
+        assert "head" not in layers
+        DevicePlan(NoSmallMatrices(), dtype).keep_quantized(found.stepping, "int4")
+        mine = found.target.state_dict()
+        assert mine.keys() == wanted.keys()
+        assert all(torch.equal(mine[name], wanted[name]) for name in mine)
+
+
+CHANGED = "model.language_model.layers.1.mlp.down_proj."
+
+
+def reordered(state: State, name: str) -> None:
+    state[f"{name}g_idx"] = state[f"{name}g_idx"].flip(0)
+
+
+def eight_bits(state: State, name: str) -> None:
+    state[f"{name}qweight"] = state[f"{name}qweight"].repeat(2, 1)
+
+
+# What `quantization_config` says instead, a change of the tensors of a matrix, and the complaint
+UNREAD: dict[str, tuple[dict[str, Any], Callable[[Any, str], object], str]] = {
+    "8 bits": ({"bits": 8}, lambda *_: 0, "bits is 8, where 4 is read"),
+    "whole rows": ({"group_size": -1}, lambda *_: 0, "group_size is -1, where 128 or 64 or 32"),
+    "Marlin's": ({"checkpoint_format": "marlin"}, lambda *_: 0, "checkpoint_format is marlin"),
+    "AWQ's": ({"packing_format": "auto_round:auto_awq"}, lambda *_: 0, "packing_format is auto_r"),
+    "another method": ({"quant_method": "awq"}, lambda *_: 0, "is quantised by awq"),
+    "inputs out of order": ({}, reordered, "g_idx is not in order"),
+    "other sizes": ({}, eight_bits, r"mlp\.down_proj\.weight \[64, 96\] for \[64, 48\]"),
+    "no zeros": ({}, lambda state, name: state.pop(f"{name}qzeros"), "no groups of 4 bits"),
+}
+
+
+@pytest.mark.parametrize("case", UNREAD)
+def test_other_kinds_of_gptqs_layout_are_refused(case: str, public: Path, tmp_path: Path) -> None:
+    """In a sentence."""
+    stated, change, complaint = UNREAD[case]
+    packed, _ = write_gptq(
+        "all blocks" if "packing_format" in stated else "a part of qkv", public, tmp_path
+    )
+    about = packed / INNER / "config.json"
+    for file in (packed / INNER).glob("*.safetensors"):
+        state = load_file(file)
+        if any(CHANGED in name for name in state):
+            change(state, CHANGED)
+        save_file(state, file)
+    config = json.loads(about.read_text())
+    config["quantization_config"] |= stated
+    about.write_text(json.dumps(config))
+    with pytest.raises(WeightsError, match=complaint):
+        loaded(packed)
 
 
 class NoSmallMatrices(CPUBackend):

@@ -64,13 +64,18 @@ def in_groups(weight: Tensor, group: int) -> tuple[Tensor, ...]:
     return pairs[..., 0] + 16 * pairs[..., 1], scale, zero.to(torch.uint8)
 
 
+def halves(packed: Tensor) -> Tensor:
+    """Bytes [.., n] as the two numbers of each [.., 2 n], the lower half first."""
+    return torch.stack((packed & HIGHEST, packed >> 4), -1).flatten(-2)
+
+
 def dequantized(
     weight: Tensor, scale: Tensor, dtype: torch.dtype, zero: Tensor | None = None
 ) -> Tensor:
     """A matrix [out, in] as numbers of a format, from what `quantized` returns."""
     if zero is not None:
-        numbers = torch.stack((weight & HIGHEST, weight >> 4), -1)  # [out, in / 2, 2]
-        weight = numbers.view(*zero.shape, -1).to(torch.int8) - zero.to(torch.int8)[..., None]
+        numbers = halves(weight).view(*zero.shape, -1).to(torch.int8)  # [out, groups, group]
+        weight = numbers - zero.to(torch.int8)[..., None]
     result = weight.new_empty(weight.shape, dtype=dtype)
     # Rounded once, without a float32 matrix
     return torch.mul(weight, scale[..., None], out=result).flatten(1)
@@ -148,19 +153,23 @@ def plain_layer(layer: QuantizedLinear, dtype: torch.dtype) -> nn.Linear:
     return result
 
 
-def matrix_layers(module: nn.Module, kind: type) -> Iterator[tuple[nn.Module, str, Any]]:
-    """Layers of a class in a target or a drafter, each behind its parent and its name there.
+def matrix_layers(module: nn.Module, kind: type) -> Iterator[tuple[str, Any]]:
+    """Layers of a class in a target or a drafter, by name.
 
     Those that make embeddings keep their number format, and are left out.
     """
-    for name, child in [*module.named_children()]:
-        if type(child) is kind:
-            yield module, name, child
-        elif name != "embed":
-            yield from matrix_layers(child, kind)
+    for name, layer in [*module.named_modules(remove_duplicate=False)]:
+        if type(layer) is kind and "embed" not in name.split("."):
+            yield name, layer
+
+
+def put(module: nn.Module, name: str, layer: nn.Module) -> None:
+    """Replace the layer of a name in a module."""
+    parent, _, leaf = name.rpartition(".")
+    setattr(module.get_submodule(parent), leaf, layer)
 
 
 def replace_layers(module: nn.Module, kind: type, change: Callable[[Any], nn.Module]) -> None:
     """Replace the layers of a class in a target or a drafter."""
-    for parent, name, layer in matrix_layers(module, kind):
-        setattr(parent, name, change(layer))
+    for name, layer in matrix_layers(module, kind):
+        put(module, name, change(layer))

@@ -262,7 +262,8 @@ class Family:
         target = replace(target, note=target.note or note)
         vision, tower = self.vision(named)
         sizes = ModelConfig(config, condition, codebook=vectors, vision=vision)
-        main = Stored(target, recipe, self.ignored)
+        packed = any(name.endswith(".weight.scale") for name in target.shapes)
+        main = Stored(target, recipe, self.ignored, quantized=packed)
         weights = Weights(main, Stored(tokenizer) if tokenizer else None, vision=tower)
         return sizes, sampling, weights
 

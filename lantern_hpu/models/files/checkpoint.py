@@ -29,17 +29,27 @@ from lantern_hpu.errors import WeightsError
 from lantern_hpu.files import check_content, check_regular, some_names
 from lantern_hpu.models.files.names import (
     GGUF,
+    GPTQ_PARTS,
     PICKLES,
     SAFE,
     SCRIPT,
     check_folder,
     check_plain,
+    gptq_in,
     indexed_files,
     quantised,
     series_of,
     weights_files,
 )
-from lantern_hpu.ops.quantized import QuantizedLinear
+from lantern_hpu.ops.quantized import (
+    GROUPS,
+    PARTS,
+    QuantizedLinear,
+    dequantized,
+    halves,
+    matrix_layers,
+    put,
+)
 
 SINGLES = ("model.safetensors", "pytorch_model.bin", "decoder.jit")  # in transformers' order
 # Keys under which training frameworks put the weights; of `model` and `ema` LlamaGen's sampler reads the first
@@ -127,9 +137,87 @@ def open_checkpoint(path: Path) -> Checkpoint:
     Raises:
         WeightsError: it cannot be read, or is a quantised copy or an adapter.
     """
-    stored = open_as_stored(path)
+    stored = with_gptq(open_as_stored(path))
     check_plain(path, stored.shapes)
     return stored
+
+
+@dataclass(frozen=True)
+class GptqMatrix:
+    """A matrix of 4 bits in GPTQ's layout.
+
+    qweight int32 [in / 8, out], qzeros int32 [groups, out / 8], scales [groups, out], and where it is there g_idx [in],
+    the group of each input.
+
+    Attributes:
+        name: before the endings of its tensors. less: by how much qzeros are less than the zeros.
+    """
+
+    stored: Checkpoint
+    name: str
+    less: int
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the whole matrix, and of its parts, by what follows `X.weight`."""
+        found = [self.stored.shapes.get(self.name + part) for part in GPTQ_PARTS[:3]]
+        rows, outputs = found[0] or (0, 0)
+        groups = (found[2] or (0,))[0]
+        sizes = [groups * size for size in GROUPS]
+        if 8 * rows not in sizes or found[1:] != [(groups, outputs // 8), (groups, outputs)]:
+            why = f"{self.name} has {GPTQ_PARTS[:3]} of {found}"
+            raise WeightsError(f"{self.stored.path} has no groups of 4 bits", why)
+        each = dict.fromkeys((".scale", ".zero"), (outputs, groups))
+        return {"": (outputs, 8 * rows), ".weight": (outputs, 4 * rows), **each}
+
+    def read(self, part: str) -> Tensor:
+        """A part as `QuantizedLinear` has it, or the whole matrix as floats."""
+        weight, zeros, scales, order = (self.name + ending for ending in GPTQ_PARTS)
+        if part == ".weight":
+            self.check_order(order)
+            return self.stored.read(weight).T.contiguous().view(torch.uint8)
+        if part == ".zero":
+            packed = self.stored.read(zeros).contiguous().view(torch.uint8)  # [groups, out / 2]
+            return halves(packed).T.contiguous() + self.less
+        if part == ".scale":
+            return self.stored.read(scales).T.float().contiguous()
+        numbers, scale, zero = map(self.read, (".weight", ".scale", ".zero"))
+        return dequantized(numbers, scale, torch.float32, zero)
+
+    def check_order(self, order: str) -> None:
+        """Raise a WeightsError where inputs of a group do not follow one another."""
+        if order not in self.stored:
+            return
+        found = self.stored.read(order)
+        groups = self.stored.shapes[self.name + ".scales"][0]
+        wanted = torch.arange(groups).repeat_interleave(len(found) // groups)
+        if not torch.equal(found.long(), wanted):
+            why = f"{order} is not in order, as desc_act=true makes it"
+            raise quantised(self.stored.path, "GPTQ in a way that is not read", why)
+
+
+def with_gptq(stored: Checkpoint) -> Checkpoint:
+    """With the matrices that are in GPTQ's layout by their usual names, as floats, and their parts by what
+    `GptqMatrix.shapes` adds to these."""
+    stated = gptq_in(stored.path, stored.shapes)
+    if stated is None:
+        return stored
+    less = int(stated.get("checkpoint_format") != "gptq_v2")
+    names = [name.removesuffix(".qweight") for name in stored.shapes if name.endswith(".qweight")]
+    matrices = {f"{name}.weight": GptqMatrix(stored, name, less) for name in names}
+    shapes = {name: shape for name, shape in stored.shapes.items() if not name.endswith(GPTQ_PARTS)}
+    places = dict[str, tuple[GptqMatrix, str]]()
+    for name, matrix in matrices.items():
+        for part, shape in matrix.shapes().items():
+            shapes[name + part] = shape
+            places[name + part] = matrix, part
+
+    def read(name: str) -> Tensor:
+        if name not in places:
+            return stored.read(name)
+        matrix, part = places[name]
+        return matrix.read(part)
+
+    return replace(stored, shapes=shapes, read=read)
 
 
 def open_as_stored(path: Path) -> Checkpoint:
@@ -329,6 +417,11 @@ def shape_of(source: Source, checkpoint: Checkpoint) -> tuple[int, ...]:
     return (rows, *first[1:])
 
 
+def whole(name: str) -> str:
+    """The name of a matrix in GPTQ's layout, of its parts and its own."""
+    return re.sub(r"(?<=\.weight)\.(weight|scale|zero)$", "", name)
+
+
 def mistakes(
     module: nn.Module, checkpoint: Checkpoint, recipe: Recipe, ignored: tuple[str, ...]
 ) -> Iterator[str]:
@@ -339,9 +432,9 @@ def mistakes(
             expected[f"{name}.weight"] = layer.out_features, layer.in_features
     used = {name for source in recipe.values() for name in source.names}
     missing = sorted(used - checkpoint.shapes.keys())
-    unknown = sorted(
-        name for name in checkpoint.shapes.keys() - used if not any(i in name for i in ignored)
-    )
+    known = {whole(name) for name in used}
+    others = (name for name in checkpoint.shapes if whole(name) not in known)
+    unknown = sorted(name for name in others if not any(i in name for i in ignored))
     if missing:
         yield f"{len(missing)} tensors missing ({some_names(missing)})"
     if unknown:
@@ -351,7 +444,7 @@ def mistakes(
         if all(part in checkpoint for part in source.names):
             result = shape_of(source, checkpoint)
             if result != expected[name]:
-                names = " + ".join(source.names)
+                names = " + ".join(map(whole, source.names))
                 wrong.append(f"{names} {list(result)} for {list(expected[name])}")
     if wrong:
         yield f"{len(wrong)} of another shape ({some_names(wrong)})"
@@ -388,7 +481,7 @@ class Stored:
         recipe: by our names; None where the file uses them. ignored: what the names of tensors that are not
             needed have in them.
         digest: which weights these are; None: their fingerprint.
-        quantized: its matrices are as small as the module's are, and have their scales with them.
+        quantized: layers whose matrices have scales in it become such, and the others stay.
     """
 
     checkpoint: Checkpoint
@@ -404,6 +497,8 @@ class Stored:
 
         Matrices that the module has in few bits, and the checkpoint has not, are quantised as they are read.
         """
+        if self.quantized:
+            self.quantize_layers(module)
         recipe = self.recipe_of(module)
         wrong = list(mistakes(module, self.checkpoint, recipe, self.ignored))
         if wrong:
@@ -427,15 +522,42 @@ class Stored:
         module.requires_grad_(False).eval()
         return self.digest or self.fingerprint(module)
 
+    def quantize_layers(self, module: nn.Module) -> None:
+        """Make layers on `meta` such as the files have them."""
+        recipe = self.recipe_of(module)
+        for name, layer in matrix_layers(module, nn.Linear):
+            group = self.group_of(recipe[f"{name}.weight"], layer.in_features)
+            if group is not None:
+                put(module, name, QuantizedLinear(layer, group))
+
+    def group_of(self, matrix: Source, inputs: int) -> int | None:
+        """Inputs of a group of a matrix of 4 bits, 0 for 8 bits; None where some of its rows are floats."""
+        scales = self.part_of(matrix, "scale").names
+        groups = {self.checkpoint.shapes.get(name, (0, 0))[1:] for name in scales}
+        if len(groups) > 1 or (0,) in groups:
+            return None
+        (columns,) = groups
+        return inputs // columns[0] if columns else 0
+
+    def part_of(self, matrix: Source, part: str) -> Source:
+        """Where numbers, scales or zeros are of a matrix that is quantised in the files."""
+        apart = f"{matrix.names[0]}.scale" in self.checkpoint  # of GPTQ's layout
+        names = (name if apart else name.removesuffix(".weight") for name in matrix.names)
+        return replace(matrix, names=tuple(f"{name}.{part}" for name in names))
+
     def recipe_of(self, module: nn.Module) -> Recipe:
         """What fills a module: not all that a checkpoint holds is needed, and scales may be made on the way."""
-        made = set[str]()
-        if not self.quantized:
-            layers = module.named_modules()
-            small = [name for name, layer in layers if isinstance(layer, QuantizedLinear)]
-            made = {f"{name}.{part}" for name in small for part in ("scale", "zero")}
-        names = [name for name in module.state_dict() if name not in made]
-        return self.recipe or {name: Source.of(name) for name in names}
+        own = {name: Source.of(name) for name in module.state_dict()}
+        recipe = dict(own if self.recipe is None else self.recipe)
+        layers = (item for item in module.named_modules() if isinstance(item[1], QuantizedLinear))
+        for name, layer in layers:
+            matrix = recipe[f"{name}.weight"]
+            for part in PARTS:
+                if self.quantized and getattr(layer, part) is not None:
+                    recipe[f"{name}.{part}"] = self.part_of(matrix, part)
+                elif part != "weight":
+                    recipe.pop(f"{name}.{part}", None)
+        return recipe
 
     def fingerprint(self, module: nn.Module) -> str:
         """Which weights a module is filled with, the same for any container."""

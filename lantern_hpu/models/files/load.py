@@ -120,6 +120,18 @@ class OpenedModel:
     drafter: OpenedDrafter | None = None
     quantize: str | None = None  # the format of its files' matrices, where that is smaller
 
+    def matrix_format(self, asked: str | None) -> str | None:
+        """The smaller format of its matrices as they are loaded, if there is one.
+
+        Raises:
+            OptionError: they are in another one than is asked for.
+        """
+        if self.quantize and asked not in (None, self.quantize):
+            why = f"matrices of {self.name} are {self.quantize} already"
+            hint = "leave it out, or take the model that it was made of"
+            raise OptionError(words(Arg("quantize", asked), "cannot be used"), why, hint)
+        return asked or self.quantize
+
     def check_pictures(self) -> None:
         """Raise an OptionError for a model whose tokens nothing here makes pictures of."""
         if self.config.vq is None and self.pixels is None:
@@ -145,8 +157,10 @@ class OpenedModel:
                 vectors = nn.Embedding(config.target.codes, config.codebook)
         if quantize := placement.quantize or self.quantize:
             small = partial(quantized_layer, form=quantize)
-            for module in filter(None, (target, drafter)):
-                replace_layers(module, nn.Linear, small)
+            if not weights.target.quantized:
+                replace_layers(target, nn.Linear, small)
+            if drafter is not None and (self.drafter or not weights.target.quantized):
+                replace_layers(drafter, nn.Linear, small)
         folder = None if framed else self.parts.text or folder_of(self.parts.target)
         condition = make_condition(config.condition, target, folder, placement)
         main = nn.ModuleDict({**condition.parts(), "target": target})
@@ -318,6 +332,7 @@ def open_files(files: Files) -> OpenedModel:
         weights=lambda: weights,
         pixels=parts.pixels,
         notes=tuple(filter(None, notes)),
+        quantize="int4" if weights.target.quantized else None,
     )
 
 

@@ -32,6 +32,17 @@ GGUF = ".gguf"
 ADAPTERS = ("adapter_config", "adapter_model", "pytorch_lora_weights")
 # Of our own folders with smaller matrices, in `model.json`
 QUANTIZED_AS = {name: {"format": name, "version": 1} for name in ("int8", "int4")}
+# Of GPTQ's layout: who writes it, the endings of its tensors, and values of `quantization_config` that are read, as
+# they are where it lacks them; the second checkpoint format has the zeros themselves, not less 1
+GPTQ = ("gptq", "auto-round", "intel/auto-round")
+GPTQ_PARTS = (".qweight", ".qzeros", ".scales", ".g_idx")
+GPTQ_KEYS: dict[str, tuple[Any, ...]] = {
+    "bits": (4,),
+    "group_size": (128, 64, 32),
+    "checkpoint_format": ("gptq", "gptq_v2"),
+    "packing_format": ("auto_round:auto_gptq",),
+    "data_type": ("int",),
+}
 # What quantised copies have in their tensors' names; the first that matches counts
 QUANTISED = {
     "bitsandbytes": r"\.(SCB|absmax|quant_map)$|\.quant_state\.",
@@ -215,6 +226,25 @@ def with_text(config: ModelConfig, folder: Path | None) -> ModelConfig:
 # ---------------------------------------------------------------------- quantised copies and adapters
 
 
+def gptq_in(path: Path, names: Collection[str]) -> dict[str, Any] | None:
+    """What `quantization_config` says of tensors in GPTQ's layout, None where they have another.
+
+    Raises:
+        WeightsError: it is a kind of that layout that is not read.
+    """
+    stated = settings_beside(path).get("quantization_config")
+    if not isinstance(stated, dict) or not any(name.endswith(GPTQ_PARTS[0]) for name in names):
+        return None
+    method = stated.get("quant_method")
+    if method not in GPTQ:
+        return None
+    for key, known in GPTQ_KEYS.items():
+        if stated.get(key, known[0]) not in known:
+            why = f"{key} is {stated[key]}, where {' or '.join(map(str, known))} is read"
+            raise quantised(path, f"{method} in a way that is not read", why)
+    return stated
+
+
 def check_plain(path: Path, names: Collection[str]) -> None:
     """Raise a WeightsError where tensors of these names are a quantised copy, or an adapter's."""
     for method, what in QUANTISED.items():
@@ -250,8 +280,9 @@ def adapters_in(folder: Path) -> list[str]:
     return sorted(file.name for file in folder.iterdir() if file.stem in ADAPTERS)
 
 
-def quantised(path: Path, method: str) -> WeightsError:
-    why = "its tensors are packed or scaled numbers, not the weights"
+def quantised(
+    path: Path, method: str, why: str = "its tensors are packed or scaled numbers, not the weights"
+) -> WeightsError:
     hint = "the model's own copy in bfloat16, float16 or float32"
     return WeightsError(f"{path} is quantised by {method}", why, hint)
 
