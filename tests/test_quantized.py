@@ -327,6 +327,7 @@ def reordered(state: State, name: str) -> None:
 
 def eight_bits(state: State, name: str) -> None:
     state[f"{name}qweight"] = state[f"{name}qweight"].repeat(2, 1)
+    del state[f"{name}g_idx"]
 
 
 # What `quantization_config` says instead, a change of the tensors of a matrix, and the complaint

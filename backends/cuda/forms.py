@@ -414,9 +414,9 @@ def install(modules: Sequence[nn.Module], forms: Forms) -> None:
                 block.fused = fused
         inside = {part for block in blocks for part in block.modules()}
         for kind in (nn.Linear, QuantizedLinear):
-            for _, name, linear in matrix_layers(module, kind):
+            for path, linear in matrix_layers(module, kind):
                 if linear not in inside and is_whole(linear):
-                    linear.forward = LinearForm(name, linear, forms)
+                    linear.forward = LinearForm(path.rpartition(".")[2], linear, forms)
 
 
 def fits(block: Any) -> bool:

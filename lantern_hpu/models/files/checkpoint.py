@@ -142,82 +142,59 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return stored
 
 
-@dataclass(frozen=True)
-class GptqMatrix:
-    """A matrix of 4 bits in GPTQ's layout.
-
-    qweight int32 [in / 8, out], qzeros int32 [groups, out / 8], scales [groups, out], and where it is there g_idx [in],
-    the group of each input.
-
-    Attributes:
-        name: before the endings of its tensors. less: by how much qzeros are less than the zeros.
-    """
-
-    stored: Checkpoint
-    name: str
-    less: int
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the whole matrix, and of its parts, by what follows `X.weight`."""
-        found = [self.stored.shapes.get(self.name + part) for part in GPTQ_PARTS[:3]]
-        rows, outputs = found[0] or (0, 0)
-        groups = (found[2] or (0,))[0]
-        sizes = [groups * size for size in GROUPS]
-        if 8 * rows not in sizes or found[1:] != [(groups, outputs // 8), (groups, outputs)]:
-            why = f"{self.name} has {GPTQ_PARTS[:3]} of {found}"
-            raise WeightsError(f"{self.stored.path} has no groups of 4 bits", why)
-        each = dict.fromkeys((".scale", ".zero"), (outputs, groups))
-        return {"": (outputs, 8 * rows), ".weight": (outputs, 4 * rows), **each}
-
-    def read(self, part: str) -> Tensor:
-        """A part as `QuantizedLinear` has it, or the whole matrix as floats."""
-        weight, zeros, scales, order = (self.name + ending for ending in GPTQ_PARTS)
-        if part == ".weight":
-            self.check_order(order)
-            return self.stored.read(weight).T.contiguous().view(torch.uint8)
-        if part == ".zero":
-            packed = self.stored.read(zeros).contiguous().view(torch.uint8)  # [groups, out / 2]
-            return halves(packed).T.contiguous() + self.less
-        if part == ".scale":
-            return self.stored.read(scales).T.float().contiguous()
-        numbers, scale, zero = map(self.read, (".weight", ".scale", ".zero"))
-        return dequantized(numbers, scale, torch.float32, zero)
-
-    def check_order(self, order: str) -> None:
-        """Raise a WeightsError where inputs of a group do not follow one another."""
-        if order not in self.stored:
-            return
-        found = self.stored.read(order)
-        groups = self.stored.shapes[self.name + ".scales"][0]
-        wanted = torch.arange(groups).repeat_interleave(len(found) // groups)
-        if not torch.equal(found.long(), wanted):
-            why = f"{order} is not in order, as desc_act=true makes it"
-            raise quantised(self.stored.path, "GPTQ in a way that is not read", why)
-
-
 def with_gptq(stored: Checkpoint) -> Checkpoint:
-    """With the matrices that are in GPTQ's layout by their usual names, as floats, and their parts by what
-    `GptqMatrix.shapes` adds to these."""
+    """With each matrix in GPTQ's layout by its usual name, X.weight, as floats; what `QuantizedLinear` keeps of it is
+    X.weight.weight, X.weight.scale and X.weight.zero.
+
+    Of a layer X qweight int32 [in / 8, out], qzeros int32 [groups, out / 8] and scales [groups, out] are stored, and
+    maybe g_idx [in], the group of each input.
+    """
     stated = gptq_in(stored.path, stored.shapes)
     if stated is None:
         return stored
-    less = int(stated.get("checkpoint_format") != "gptq_v2")
-    names = [name.removesuffix(".qweight") for name in stored.shapes if name.endswith(".qweight")]
-    matrices = {f"{name}.weight": GptqMatrix(stored, name, less) for name in names}
+    less = int(stated.get("checkpoint_format") != "gptq_v2")  # than the zeros
     shapes = {name: shape for name, shape in stored.shapes.items() if not name.endswith(GPTQ_PARTS)}
-    places = dict[str, tuple[GptqMatrix, str]]()
-    for name, matrix in matrices.items():
-        for part, shape in matrix.shapes().items():
-            shapes[name + part] = shape
-            places[name + part] = matrix, part
+    for name in stored.shapes:
+        if name.endswith(".qweight"):
+            shapes |= gptq_shapes(stored, name.removesuffix(".qweight"))
 
     def read(name: str) -> Tensor:
-        if name not in places:
-            return stored.read(name)
-        matrix, part = places[name]
-        return matrix.read(part)
+        layer, _, part = name.partition(".weight")
+        packed = f"{layer}.qweight" in stored
+        return gptq_part(stored, layer, part, less) if packed else stored.read(name)
 
     return replace(stored, shapes=shapes, read=read)
+
+
+def gptq_shapes(stored: Checkpoint, layer: str) -> dict[str, tuple[int, ...]]:
+    """Of a matrix in GPTQ's layout and its parts; a WeightsError unless its groups of inputs are in order."""
+    weight, zeros, scales = (stored.shapes.get(layer + part) for part in GPTQ_PARTS[:3])
+    rows, outputs = weight or (0, 0)
+    groups = (scales or (0,))[0]
+    sizes = [groups * size for size in GROUPS]
+    if 8 * rows not in sizes or (zeros, scales) != ((groups, outputs // 8), (groups, outputs)):
+        why = f"{layer} has {GPTQ_PARTS[:3]} of {weight}, {zeros}, {scales}"
+        raise WeightsError(f"{stored.path} has no groups of 4 bits", why)
+    order = f"{layer}.g_idx"
+    wanted = torch.arange(groups).repeat_interleave(8 * rows // groups)
+    if order in stored and not torch.equal(stored.read(order).long(), wanted):
+        raise quantised(stored.path, "GPTQ with desc_act", f"{order} is not in order")
+    each = dict.fromkeys((".scale", ".zero"), (outputs, groups))
+    parts = {"": (outputs, 8 * rows), ".weight": (outputs, 4 * rows), **each}
+    return {f"{layer}.weight{part}": shape for part, shape in parts.items()}
+
+
+def gptq_part(stored: Checkpoint, layer: str, part: str, less: int) -> Tensor:
+    """What follows `X.weight` of a matrix in GPTQ's layout."""
+    if part == ".weight":
+        return stored.read(f"{layer}.qweight").T.contiguous().view(torch.uint8)
+    if part == ".scale":
+        return stored.read(f"{layer}.scales").T.float().contiguous()
+    if part == ".zero":
+        packed = stored.read(f"{layer}.qzeros").contiguous().view(torch.uint8)  # [groups, out / 2]
+        return halves(packed).T.contiguous() + less
+    numbers, scale, zero = (gptq_part(stored, layer, f".{name}", less) for name in PARTS)
+    return dequantized(numbers, scale, torch.float32, zero)
 
 
 def open_as_stored(path: Path) -> Checkpoint:
