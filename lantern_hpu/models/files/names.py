@@ -227,7 +227,7 @@ def with_text(config: ModelConfig, folder: Path | None) -> ModelConfig:
 
 
 def gptq_in(path: Path, names: Collection[str]) -> dict[str, Any] | None:
-    """What `quantization_config` says of tensors in GPTQ's layout, None of others; a WeightsError where it is not read."""
+    """What `quantization_config` says of tensors in GPTQ's layout, None of others; a WeightsError if it is not read."""
     stated = settings_beside(path).get("quantization_config")
     if not isinstance(stated, dict) or not any(name.endswith(GPTQ_PARTS[0]) for name in names):
         return None
