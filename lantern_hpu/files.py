@@ -81,15 +81,26 @@ def check_content(path: Path) -> None:
 
 
 def read_text(file: Path) -> str:
-    """A text in UTF-8, with a byte order mark or without; each line ends in a line feed.
+    """The text of a file: see `text_of`.
 
     Raises:
-        OSError, ValueError, WeightsError: it cannot be read, or is not such text; with the line.
+        OSError, WeightsError: it cannot be read.
     """
     if file.stat().st_size > MOST_TEXT:
         raise ValueError(f"it has more than {amount(MOST_TEXT)}")
     data = file.read_bytes()
     check_content(file)
+    return text_of(data)
+
+
+def text_of(data: bytes) -> str:
+    """A text in UTF-8, with a byte order mark or without; each line ends in a line feed.
+
+    Raises:
+        ValueError: it is too long, or not such text; with the line.
+    """
+    if len(data) > MOST_TEXT:
+        raise ValueError(f"it has more than {amount(MOST_TEXT)}")
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise ValueError("line 1 is UTF-16; save the file as UTF-8")
     try:

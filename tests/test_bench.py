@@ -23,6 +23,7 @@ from lantern_hpu.methods import tuned_trees
 from lantern_hpu.methods.setting import Resolved, Setting
 from lantern_hpu.models.config import ConditionConfig, DrafterConfig, ModelConfig, TransformerConfig
 from lantern_hpu.pipeline import LanternPipeline
+from lantern_hpu.results import progress
 from lantern_hpu.results.progress import ProgressBar
 from lantern_hpu.tree import DraftTree, DynamicTree, load_static, load_tree
 from lantern_hpu.zoo.registry import entries
@@ -279,6 +280,34 @@ def test_rows_that_take_turns_draw_what_they_draw_alone(
     names = ("images", "tokens_per_step", "steps")
     same = [[row[n] for n in names] for row in rows]
     assert same == [[row[n] for n in names] for row in (alone[0], alone[2])]
+
+
+def test_progress_in_a_pipe_is_lines_with_the_time_that_is_left(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At each quarter, and where that takes long after each half minute."""
+    at = iter([0, 10, 20, 45, 50, 90, 100])
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: float(next(at))))
+    with ProgressBar(10, "batch") as bar:
+        bar.set_description("ar", refresh=False)
+        for _ in range(4):
+            bar.update()
+        bar.update(6)
+    assert capsys.readouterr().err.splitlines() == [
+        "ar: 1 of 10 batches, 01:30 left",
+        "ar: 3 of 10 batches, 01:44 left",
+        "ar: 10 of 10 batches",
+    ]
+
+
+def test_a_row_draws_no_more_images_than_were_asked_for() -> None:
+    """Unless sizes of batches are given."""
+    for words, batches in (
+        ("", [1, 8]),
+        ("--num-images 1", [1]),
+        ("--num-images 1 --batch-sizes 4", [4]),
+    ):
+        assert bench.bench_request(bench.make_parser().parse_args(words.split())).batches == batches
 
 
 def test_turns_are_taken_within_a_batch_size(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -52,10 +54,41 @@ def test_the_nearest_to_the_user_wins(
     assert {name: getattr(options, name) for name in wanted} == wanted
 
 
+def sample_of(action: argparse.Action) -> Any:
+    """A value of an option of `serve`, as a file has it."""
+    if action.nargs == 0:
+        return True
+    samples: dict[Any, Any] = {int: 3, float: 2.5}
+    value = samples.get(action.type, "some")
+    return [value, value] if action.nargs in ("*", "+") else value
+
+
+SERVE = {
+    action.option_strings[-1][2:].replace("-", "_"): action
+    for action in make_parser()._actions
+    if action.option_strings[-1] not in ("--help", "--version", "--config")
+}
+
+
+@pytest.mark.parametrize("key", SERVE)
+def test_every_option_of_serve_is_a_key_of_a_file_and_a_variable(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But the device, whose variable is what `auto` takes."""
+    value, dest = sample_of(SERVE[key]), SERVE[key].dest
+    (tmp_path / "serve.toml").write_text(f"{key} = {json.dumps(value)}")
+    monkeypatch.delenv("LANTERN_HPU_DEVICE")
+    of_file = make_parser().parse_args(["--config", str(tmp_path / "serve.toml")])
+    assert getattr(of_file, dest) == value
+    words = value if isinstance(value, list) else [value]
+    monkeypatch.setenv(f"LANTERN_HPU_{key.upper()}", " ".join(map(str, words)))
+    of_variable = vars(make_parser().parse_args([]))[dest]
+    assert of_variable == (None if key == "device" else value)
+
+
 REFUSED = {
     "slot = 4": ("serve.toml has an unknown key slot", "try: slots"),
     "keep-alive = 4": ("unknown key keep-alive", "try: keep_alive"),
-    "device = 'cpu'": ("unknown key device", "try:"),
     "slots = 'many'": ("argument --slots: invalid int value: 'many'", "--help"),
     "slots = true": ("slots is True", "text, a number, or a list"),
     "sglang = 7": ("sglang is 7", "try: true or false"),

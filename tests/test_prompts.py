@@ -6,6 +6,7 @@ import io
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -80,6 +81,20 @@ TEXTS = {kind: (*given, TWO) for kind, given in MEANT.items()} | {
 def test_each_form_of_a_list_is_read_as_it_was_meant(kind: str, tmp_path: Path) -> None:
     ending, content, prompts = TEXTS[kind]
     assert read_prompts(saved(tmp_path, ending, content)) == prompts
+
+
+def test_a_dash_is_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of lines, in UTF-8."""
+    for data, wanted in (
+        ("\ufeffa b\r\n\nein Käse".encode(), {0: "a b", 1: "ein Käse"}),
+        (b"\xff", "byte 0xff"),
+    ):
+        monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(data)))
+        if isinstance(wanted, dict):
+            assert numbered_prompts(Path("-")) == wanted
+            continue
+        with pytest.raises(OptionError, match=wanted):
+            numbered_prompts(Path("-"))
 
 
 def test_a_blank_entry_keeps_the_numbers_of_those_behind_it(model: Path, tmp_path: Path) -> None:

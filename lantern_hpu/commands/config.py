@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 PREFIX = "LANTERN_HPU_"
-# No keys; LANTERN_HPU_DEVICE is the device that `auto` takes
-UNSET = ("help", "version", "config", "device")
+UNSET = ("help", "version", "config")  # no keys
+AUTO_DEVICE = (
+    "device"  # as a variable it is what `auto` takes, which a command's --device may replace
+)
 
 
 def words_of(parser: argparse.ArgumentParser, args: Sequence[str]) -> list[str]:
@@ -34,6 +36,8 @@ def words_of(parser: argparse.ArgumentParser, args: Sequence[str]) -> list[str]:
     options = {key: action for key, action in options.items() if key not in UNSET}
     variables = {key: os.environ.get(PREFIX + key.upper(), "") for key in options}
     given = read_values(args, options) | {key: text for key, text in variables.items() if text}
+    if variables.get(AUTO_DEVICE):
+        del given[AUTO_DEVICE]
     words = [words_of_option(options[key], key, value) for key, value in given.items()]
     # Those of several values first, so that the next one is no positional argument
     flat = [word for several in sorted(words, key=len, reverse=True) for word in several]

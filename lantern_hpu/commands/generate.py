@@ -88,7 +88,7 @@ def add_what(group: argparse._ArgumentGroup) -> None:
     add, path = group.add_argument, options.file_path
     text = "text to draw, or of a class-conditional model a class of ImageNet by name or index; repeat it for several"
     add("--prompt", action="append", default=[], help=text)
-    listed = ".txt (one a line), .tsv, .csv, .json or .jsonl"
+    listed = ".txt (one a line), .tsv, .csv, .json or .jsonl; - reads lines of standard input"
     add("--prompts-file", type=path, metavar="FILE", help=listed)
     edited = "picture to draw from, for models that read some; repeat it for several of each image"
     add("--image", type=path, action="append", default=[], metavar="FILE", help=edited)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,12 @@ from lantern_hpu.files import write_file
 from lantern_hpu.results.images import encode, grid
 
 LINES = 4  # of a log, after the first
+PAUSE = 30.0  # seconds after which it has another one
 SILENT = 2.0  # seconds of a warm-up that say nothing
 
 
 class ProgressBar(tqdm):
-    """tqdm's bar on a terminal; in a file or a pipe a line at each quarter."""
+    """tqdm's bar on a terminal; in a file or a pipe a line at each quarter, and after each half minute."""
 
     def __init__(self, total: int = 0, unit: str = "part", **options: Any) -> None:
         """
@@ -30,7 +32,8 @@ class ProgressBar(tqdm):
         """
         self.out = Console(sys.stderr)
         self.log = "disable" not in options and not self.out.isatty()
-        self.next = 0.0  # share at which the next line is due
+        self.next, self.due = 0.0, 0.0  # share, and seconds, at which the next line is due
+        self.began = time.monotonic()
         self.words = unit + ("es" if unit.endswith("ch") else "s")
         usual: dict[str, Any] = {"file": self.out, "dynamic_ncols": True, "disable": self.log}
         self.desc = options.get("desc") or ""
@@ -44,16 +47,17 @@ class ProgressBar(tqdm):
         return super().update(n)
 
     def refresh(self, *args: Any, **options: Any) -> bool | None:
-        share = self.n / self.total if self.total else -1.0
-        if self.log and share >= self.next:
-            self.next = math.floor(share * LINES + 1) / LINES
+        share, now = self.n / self.total if self.total else -1.0, time.monotonic()
+        if self.log and (share >= self.next or (share > 0 and now >= self.due)):
+            self.next, self.due = math.floor(share * LINES + 1) / LINES, now + PAUSE
             what = (self.desc or "").rstrip(": ") or "done"
-            about = f", {self.postfix}" if self.postfix else ""
-            print(
-                f"{what}: {self.n:g} of {self.total:g} {self.words}{about}",
-                file=self.out,
-                flush=True,
-            )
+            said = [f"{what}: {self.n:g} of {self.total:g} {self.words}"]
+            said += [self.postfix] if self.postfix else []
+            spent = now - self.began
+            if share < 1 and spent * share > 0.1:  # or too little was seen of it
+                left = spent * (1 - share) / share
+                said.append(f"{tqdm.format_interval(left)} left")
+            print(*said, sep=", ", file=self.out, flush=True)
         return super().refresh(*args, **options)
 
 
@@ -84,6 +88,8 @@ class Bar:
 
     def __call__(self, event: Event) -> None:
         self.waiting.cancel()
+        if self.bar.total == 0:
+            self.bar.began = time.monotonic()  # without the warm-up
         self.bar.set_description_str("drawing", refresh=False)
         self.bar.total, self.bar.n = event.total_rows, event.rows
         self.bar.set_postfix_str(f"{event.tokens_per_step:.2f} tokens a step", refresh=False)

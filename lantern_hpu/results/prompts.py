@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 from lantern_hpu.core import IMAGENET_CLASSES, check_text
 from lantern_hpu.errors import OptionError
-from lantern_hpu.files import parse_json, read_text
+from lantern_hpu.files import MOST_TEXT, parse_json, read_text, text_of
 
 # What measurements draw
 PROMPTS = (
@@ -25,6 +26,7 @@ CLASSES = (
 ).split(", ")
 
 NAMES = ("prompt", "prompts", "text", "texts", "caption", "captions")  # of a column or field
+STDIN = Path("-")  # as a file: standard input, a prompt a line
 HOLDERS = ("annotations", "data")  # of a list of objects; the first is COCO's
 OR = "prompt, text or caption"
 MARKS = {".csv": ",;\t", ".tsv": "\t,;"}  # between cells, the usual one first
@@ -57,12 +59,14 @@ def numbered_prompts(file: Path) -> dict[int, str]:
         ".jsonl": of_json,
         **{kind: partial(of_table, marks=marks) for kind, marks in MARKS.items()},
     }
-    read = readers.get(file.suffix.lower())
+    piped = file == STDIN
+    read = readers.get(".txt" if piped else file.suffix.lower())
     if read is None:
         what = f"{file} is of an unknown format"
         raise OptionError(what, f"expected {', '.join(readers)}", "one prompt a line in a .txt")
     try:
-        entries = [entry.strip() for entry in read(read_text(file))]
+        text = text_of(sys.stdin.buffer.read(MOST_TEXT + 1)) if piped else read_text(file)
+        entries = [entry.strip() for entry in read(text)]
     except (OSError, ValueError) as error:
         raise OptionError(f"cannot read prompts from {file}", str(error)) from error
     prompts = {place: entry for place, entry in enumerate(entries) if entry}

@@ -13,6 +13,23 @@ function headers() {
   return { "Content-Type": "application/json", ...(key ? { Authorization: `Bearer ${key}` } : {}) };
 }
 
+// Until images are taken: what the server does meanwhile, in its own word
+async function untilReady() {
+  const began = performance.now();
+  at("message").className = "";
+  for (;;) {
+    const answer = await fetch("readyz").catch(() => null);
+    if (answer?.ok) break;
+    const { status } = answer ? await answer.json() : { status: "not to be reached" };
+    const seconds = Math.round((performance.now() - began) / 1000);
+    at("message").textContent = `waiting for the server: ${status}, ${seconds} s`;
+    await new Promise((done) => setTimeout(done, 1000));
+  }
+  at("message").textContent = "";
+  at("message").className = "error";
+  at("go").disabled = false;
+}
+
 async function begin() {
   const answer = await fetch("v1/models", { headers: headers() });
   if (answer.status === 401) {
@@ -28,7 +45,6 @@ async function begin() {
     return;
   }
   at("message").textContent = "";
-  at("go").disabled = false;
   const model = (await answer.json()).data[0];
   rows = model.rows;
   at("about").textContent = `${model.id}, ${model.size} pixels`;
@@ -43,6 +59,7 @@ async function begin() {
   at("relax").replaceChildren(new Option("the method's own", ""), ...relaxed.map((name) => new Option(name)));
   at("relaxation").hidden = !relaxed.length;
   at("unrelaxed").hidden = relaxed.length > 0;
+  await untilReady();
 }
 
 // A fixed schedule is not lossless, and so part of the title.

@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
 from lantern_hpu.core import Request, Sampling, SourcePicture, check_text
@@ -35,6 +36,13 @@ with needing("fastapi", "the server is built on it", "serve"):
     from pydantic_core import PydanticCustomError
 
 MOST_FIELDS = 64  # of a request
+# Fields as the command line, Python and other servers call them, by what they are here
+OTHER_NAMES = {
+    param.name_for(surface): name
+    for param in IMAGE_PARAMS.values()
+    for surface in ("command", "python")
+    if (name := param.name_for("http"))
+} | {"width": "size", "height": "size", "num_inference_steps": "method", "steps": "method"}
 
 
 class ErrorDetail(BaseModel):
@@ -124,8 +132,10 @@ def invalid(errors: Sequence[Mapping[str, Any]], fields: Iterable[str] = ()) -> 
         why = error["ctx"]["error"]
         return ApiError(400, f"the body is not valid JSON: {why}", None, "invalid_json")
     if error["type"] == "extra_forbidden":
-        allowed = ", ".join(fields or ImagesRequest.model_fields)
-        what = f"unknown field {place!r}; allowed: {allowed}"
+        allowed = [*(fields or ImagesRequest.model_fields)]
+        near = [OTHER_NAMES.get(place, ""), *get_close_matches(place, allowed, 1, 0.6)]
+        hint = next((f"; try {name}" for name in near if name in allowed), "")
+        what = f"unknown field {place!r}{hint}; allowed: {', '.join(allowed)}"
         return ApiError(400, what, param, "unknown_parameter")
     if error["type"] == "part_of_setting":
         text, field = error["ctx"]["text"], error["ctx"]["field"]

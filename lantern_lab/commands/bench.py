@@ -39,14 +39,14 @@ def make_parser() -> argparse.ArgumentParser:
     parser = options.Parser("lantern-hpu bench", description=about)
     add = parser.add_argument
     modes = f"comma-separated graph modes; `auto` is the device's best ({GRAPHS})"
-    sizes = f"comma-separated ({USUAL['batch_sizes']}; {LARGE['batch_sizes']} of a large model on a CPU)"
+    usual = f"{USUAL['batch_sizes']}, up to --num-images; {LARGE['batch_sizes']} of a large model on a CPU"
     options.add_fields(parser, BenchRequest)
     options.add_device_options(parser, graphs=False)
     options.add_fields(parser, DeviceOptions, "kernels", "quantize")
     options.add_method_options(parser, USUAL["methods"])
     add("--graphs", help=modes)
     options.add_fields(parser, DeviceOptions, "threads")
-    add("--batch-sizes", help=sizes)
+    add("--batch-sizes", help=f"comma-separated ({usual})")
     add("--output", type=options.file_path, metavar="FILE.json")
     add("--force", action="store_true", help="replace an existing file")
     parser.only_keys("threads")
@@ -56,6 +56,8 @@ def make_parser() -> argparse.ArgumentParser:
 def bench_request(args: argparse.Namespace, usual: Mapping[str, str] = USUAL) -> BenchRequest:
     """What was asked for; else what is `usual`."""
     sizes = listed(args.batch_sizes or usual["batch_sizes"], "batch_sizes")
+    if args.num_images and not args.batch_sizes:  # no more than was asked for is drawn together
+        sizes = [size for size in sizes if int(size) <= args.num_images] or sizes[:1]
     whole = all(size.isdecimal() and int(size) >= 1 for size in sizes)
     require(whole, "batch_sizes", args.batch_sizes, "numbers from 1, such as 1,8")
     given = {"images": int(usual["images"])} if "images" in usual else {}
