@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -138,16 +137,13 @@ class CUDABackend(Backend):
 
     def held_kernels(self, kernels: Kernels, dtype: torch.dtype, sizes: Sizes) -> Kernels:
         """Those that agree with their plain twins in the sizes of a model."""
+        from lantern_hpu.backends.cuda.kernels import without
         from lantern_hpu.backends.cuda.kernels.checks import held_to_twins
 
         if kernels is PLAIN:
             return PLAIN
         machine = forms.Card().machine()
-        refused = held_to_twins(kernels, sizes, self.device, dtype, machine)
-        if refused:
-            why = "; ".join(f"{name}: {why}" for name, why in refused.items())
-            warnings.warn(f"plain kernels serve in place of {why}", stacklevel=2)
-        return replace(kernels, **{name: getattr(PLAIN, name) for name in refused})
+        return without(held_to_twins(kernels, sizes, self.device, dtype, machine), kernels)
 
     def fit(self, config: Sizes, options: DeviceOptions) -> DevicePlan:
         return CUDAPlan(**vars(super().fit(config, options)))

@@ -6,6 +6,7 @@ Importing this package does not import Triton; `triton_kernels` does.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -38,11 +39,16 @@ def triton_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
     if not has_matrix_units(device):
         result = {name: candidate for name, candidate in result.items() if name not in BY_DOT}
     refused = {name: why for name, candidate in result.items() if (why := fault(candidate))}
+    served = {name: candidate.make() for name, candidate in result.items()}
+    return without(refused, replace(PLAIN, **served))
+
+
+def without(refused: Mapping[str, str], kernels: Kernels) -> Kernels:
+    """The kernels with plain ones in place of those that are refused; a warning says why."""
     if refused:
         why = "; ".join(f"{name}: {why}" for name, why in refused.items())
-        warnings.warn(f"plain kernels serve in place of {why}", stacklevel=2)
-    served = {name: candidate.make() for name, candidate in result.items() if name not in refused}
-    return replace(PLAIN, **served)
+        warnings.warn(f"plain kernels serve in place of {why}", stacklevel=3)
+    return replace(kernels, **{name: getattr(PLAIN, name) for name in refused})
 
 
 def triton_candidates(device: torch.device, dtype: torch.dtype) -> dict[str, Candidate]:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import fields
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,93 +71,99 @@ def error_line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[-1] if lines else 'no reason given'}"
 
 
+class SmallSizes(NamedTuple):
+    """Of no model: a few features, heads that share their keys, and rows that several programs read."""
+
+    dim: int = 96
+    heads: int = 4
+    kv: int = 2
+    head_dim: int = 32
+    ffn_dim: int = 100
+    vocab_size: int = 1000
+    prefix: int = 8
+    tokens: int = 16
+    parameters: int = 0
+
+
+LONG, WIDE = SmallSizes(prefix=500), SmallSizes(heads=2, kv=1, head_dim=128, prefix=200)
+
+
 def kernel_examples(device: torch.device, dtype: torch.dtype) -> dict[str, list[Example]]:
-    """Calls of each kernel on a device, with what comes of its plain twin on the CPU."""
+    """Small calls of each kernel on a device, with what comes of its plain twin on the CPU."""
+    calls = [*sized_calls(SmallSizes(), dtype, 1), *sized_calls(SmallSizes(), dtype, 3)]
+    more = (*sized_calls(LONG, dtype, 3), *sized_calls(WIDE, dtype, 58))
+    calls += [(name, call) for name, call in more if name == "attention"]
+    # Those that `tl.dot` multiplies are held to theirs by themselves, where one is asked for
+    few = [name for name, form in FORMS.items() if form.kernel == "multiply_add"]
+    calls += [("product", multiplied(name, dtype)) for name in few]
+    judged: dict[str, list[Example]] = {}
+    with torch.no_grad():
+        for name, call in calls:
+            example = moved(call, device), outcome(TWINS[name], call)
+            judged.setdefault(name, []).append(example)
+    for name, (call, results) in worked_walks(device).items():
+        judged[name] = [(call, [*results, *tensors(call)])]
+    judged["commit"] = [worked_commit(device)]
+    return judged
+
+
+def multiplied(form: str, dtype: torch.dtype) -> tuple[Any, ...]:
+    """All that may stand around a product, over fewest rows."""
     generator = torch.Generator().manual_seed(0)
 
     def some(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(dtype)
 
-    def grains(*shape: int) -> Tensor:
+    rows, width = FORMS[form].rows[0], 200
+    x, weight = some(rows, width), some(10, width) * width**-0.5
+    return x, weight, None, some(width), some(rows, 5), 1e-5, True, None, form
+
+
+def sized_calls(sizes: Sizes, dtype: torch.dtype, tokens: int) -> Iterator[tuple[str, Any]]:
+    """Kernels with their arguments in a step over so many tokens of a model, half of whose image is drawn.
+
+    Over several, pairs of features are far apart, a key of each row moves, and rows have pads.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def some(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    def grains(below: int, *shape: int) -> Tensor:
         """Whole numbers: as masses they add up to the same in any order."""
-        return torch.randint(4, shape, generator=generator).float()
+        return torch.randint(below, shape, generator=generator).float()
 
-    params = SamplingParams(
-        torch.tensor([3.0, 1.5]),
-        torch.tensor([0.7, 1.0]),
-        torch.tensor([50, 1000], dtype=torch.int32),
-        torch.ones(2),
-        torch.zeros(2, dtype=torch.bool),
-    )
-    masses, uniform = grains(2, 3, 1000), grains(2, 3, 4) / 4
-
-    def looks(slots: int, queries: int = 3, width: int = 32) -> tuple[Tensor, ...]:
-        """A few queries and a cache of which the second row sees less than the first."""
-        keys, values = (some(2, slots, 1, width).transpose(1, 2) for _ in range(2))
-        slot, start = torch.arange(slots), torch.tensor([slots // 2, 2])[:, None, None]
-        unseen = (slot > start + torch.arange(queries)[:, None]).to(dtype)  # [2, T, slots]
-        mask = unseen * torch.finfo(dtype).min
-        return some(2, queries, 2, width).transpose(1, 2), keys, values, mask[:, None]
-
-    wide, rope = some(2, 3, 8, 32), some(2, 3, 2, 16)
-    kept = some(24, 2, 32), some(24, 2, 32), torch.tensor([1, 2, 3, 16, 17, 18]).int()
-    # One of each row moves in the same write.
-    more = torch.tensor([0, 1, 2, 3, 15, 16, 17, 18]).int()
-    source = torch.tensor([2, 20]).int()
-    even, seen = some(2, 3, 6, 32), looks(12)[3]
-
-    def multiplied(form: str) -> tuple[Any, ...]:
-        """All that may stand around a product, over fewest rows."""
-        rows, width = FORMS[form].rows[0], 200
-        x, weight = some(rows, width), some(10, width) * width**-0.5
-        return x, weight, None, some(width), some(rows, 5), 1e-5, True, None, form
-
-    slot, unpadded = torch.arange(24).int(), torch.rand(4, 24, generator=generator) < 0.8
-    tree = torch.ones(3, 3).tril().bool().expand(2, -1, -1)
-    begun = slot[[5, 21]], slot[None, :3].expand(2, -1), slot[1:4], tree
-    calls: dict[str, list[tuple[Any, ...]]] = {
-        "attention": [looks(40), looks(600), looks(260, 58, 128)],
-        "attend": [
-            (*even.split(2, 2), rope, pairs, CacheWrite(*kept[:2], *where), seen)
-            for pairs, where in ((True, kept[2:]), (False, (more, source)))
-        ],
-        "rms_norm": [
-            (some(2, 3, 96), some(96), 1e-5),
-            (some(2, 3, 6, 32)[:, :, :4], some(32), 1e-5),  # of heads, in a product of more
-        ],
-        "add_norm": [(some(2, 3, 96), some(2, 3, 96), some(96), 1e-5)],
-        "rotate": [(some(2, 3, 4, 32), rope, pairs) for pairs in (True, False)],
-        "swiglu": [(some(2, 3, 200),)],
-        "rotate_into": [
-            *(
-                (*wide.split([4, 2, 2], 2), rope, pairs, CacheWrite(*kept))
-                for pairs in (True, False)
-            ),
-            (*wide.split([4, 2, 2], 2), rope, True, CacheWrite(*kept[:2], more, source)),
-        ],
-        "place": [
-            (*begun, valid, pads, some(30, 2, 16).float(), slot, (slot[:4] * 24)[:rows], dtype)
-            for rows, valid, pads in ((4, unpadded, slot[:4]), (2, None, None))
-        ],
-        "probs": [
-            (some(4, 3, 1000), params, True, 50, False),
-            (some(2, 3, 1000), params, False, 0, False),
-        ],
-        "sample": [(masses, uniform[..., 0])],
-        "sample_distinct": [(masses, uniform)],
-        # Those that `tl.dot` multiplies are held to theirs by themselves, where one is asked for
-        "product": [multiplied(n) for n, form in FORMS.items() if form.kernel == "multiply_add"],
-    }
-    with torch.no_grad():
-        judged: dict[str, list[Example]] = {
-            name: [(moved(call, device), outcome(TWINS[name], call)) for call in several]
-            for name, several in calls.items()
-        }
-    for name, (call, results) in worked_walks(device).items():
-        judged[name] = [(call, [*results, *tensors(call)])]
-    call, results = worked_commit(device)
-    judged["commit"] = [(call, results)]
-    return judged
+    h, kv, hd, vocabulary = sizes.heads, sizes.kv, sizes.head_dim, sizes.vocab_size
+    several = tokens > 1
+    slots = -(-(sizes.prefix + sizes.tokens + tokens) // 64) * 64
+    slot, new, rows = (torch.arange(n).int() for n in (slots, tokens, 2))
+    start, pads, rows = torch.tensor([slots // 2]).int(), rows * (slots // 4), rows * slots
+    seen = (slot <= start + new[:, None]) & (slot >= pads[:, None, None])
+    goal = rows[:, None] + start + torch.arange(-several, tokens).int()
+    write = CacheWrite(some(2 * slots, kv, hd), some(2 * slots, kv, hd), goal.flatten())
+    write = write._replace(source=rows + start + 1) if several else write
+    rope, mask = some(2, tokens, 2, hd // 2), additive_mask(seen, dtype)
+    q, k, v = some(2, tokens, h + 2 * kv, hd).split([h, kv, kv], 2)
+    keys, values = (part.unflatten(0, (2, -1)).transpose(1, 2) for part in write[:2])
+    yield "attention", (q.transpose(1, 2), keys, values, mask)
+    yield "attend", (q, k, v, rope, not several, write, mask)
+    yield "rotate_into", (q, k, v, rope, not several, write)
+    yield "rotate", (q, rope, not several)
+    x, norm = some(2, tokens, sizes.dim), some(sizes.dim)
+    yield "rms_norm", (x, norm, 1e-5)
+    yield "rms_norm", (q, some(hd), 1e-5)  # of heads, in a product of more
+    yield "add_norm", (x, some(2, tokens, sizes.dim), norm, 1e-5)
+    yield "swiglu", (some(2, tokens, 2 * sizes.ffn_dim),)
+    tree, table = torch.ones(1, tokens, tokens).tril().bool(), some(slots, 2, hd // 2).float()
+    counted = (seen[:, 0].contiguous(), pads) if several else (None, None)
+    yield "place", (start, new[None], new, tree, *counted, table, slot, rows, dtype)
+    images, most = (1, min(50, vocabulary)) if several else (2, 0)
+    one = torch.ones(images)
+    chosen = SamplingParams(3 * one, 0.7 * one, (50 * one).int(), one, one < 0)
+    yield "probs", (3 * some(2, tokens, vocabulary), chosen, several, most, False)
+    masses, uniform = grains(4, 1, tokens, vocabulary), grains(8, 1, tokens, 4) / 8
+    yield "sample", (masses, uniform[..., 0])
+    yield "sample_distinct", (masses, uniform)
 
 
 def moved(call: Sequence[Any], device: torch.device) -> tuple[Any, ...]:
@@ -264,43 +270,6 @@ WINDOW, LONG_WINDOW = 17, 49  # tokens of a pass; more than a warp has threads
 WIDTHS = ("dim", "heads", "kv", "head_dim", "ffn_dim", "vocab_size", "prefix", "tokens")
 # Files on which the answer depends
 TEXTS = ("accept", "attention", "checks", "forward", "programs", "sample")
-
-
-def sized_calls(sizes: Sizes, dtype: torch.dtype, tokens: int) -> Iterator[tuple[str, Any]]:
-    """Kernels with their arguments in a step of a model: of one guided image, half drawn, over so many tokens."""
-    generator = torch.Generator().manual_seed(0)
-
-    def some(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(dtype)
-
-    h, kv, hd, vocabulary = sizes.heads, sizes.kv, sizes.head_dim, sizes.vocab_size
-    slots = -(-(sizes.prefix + sizes.tokens + tokens) // 64) * 64
-    slot, new = torch.arange(slots).int(), torch.arange(tokens).int()
-    start, rows = torch.tensor([slots // 2]).int(), slots * torch.arange(2).int()
-    goal = (rows[:, None] + start + new).flatten()
-    mask = additive_mask((slot <= start + new[:, None]).expand(2, -1, -1), dtype)
-    heads, rope = some(2, tokens, h + 2 * kv, hd), some(2, tokens, 2, hd // 2)
-    write = CacheWrite(some(2 * slots, kv, hd), some(2 * slots, kv, hd), goal)
-    keys, values = (part.unflatten(0, (2, -1)).transpose(1, 2) for part in write[:2])
-    rotated = (*heads.split([h, kv, kv], 2), rope, True, write)
-    yield "attention", (rotated[0].transpose(1, 2), keys, values, mask)
-    yield "attend", (*rotated, mask)
-    yield "rotate_into", rotated
-    yield "rotate", (rotated[0], rope, True)
-    x, norm = some(2, tokens, sizes.dim), some(sizes.dim)
-    yield "rms_norm", (x, norm, 1e-5)
-    yield "rms_norm", (rotated[0], some(hd), 1e-5)
-    yield "add_norm", (x, some(2, tokens, sizes.dim), norm, 1e-5)
-    yield "swiglu", (some(2, tokens, 2 * sizes.ffn_dim),)
-    tree, table = torch.ones(1, tokens, tokens).tril().bool(), some(slots, 2, hd // 2).float()
-    yield "place", (start, new[None], new, tree, None, None, table, slot, rows, dtype)
-    one, most = torch.ones(1), min(vocabulary, 1000)
-    chosen = SamplingParams(3 * one, one, (most * one).int(), one, one < 0)
-    yield "probs", (5 * some(2, tokens, vocabulary), chosen, True, most, False)
-    masses = torch.randint(4, (1, tokens, vocabulary), generator=generator).float()
-    uniform = torch.randint(8, (1, tokens, 4), generator=generator) / 8
-    yield "sample", (masses, uniform[..., 0])
-    yield "sample_distinct", (masses, uniform)
 
 
 def sized_examples(
