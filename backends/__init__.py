@@ -85,7 +85,8 @@ BACKENDS = {
 }
 HOST = "cpu"  # the processor itself
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}  # of a number
-QUANTIZED = ("int8", "int4")  # smaller formats for the matrices of target and drafter
+# Smaller formats for the matrices of target and drafter: bytes of a number
+QUANTIZED = {"int8": 1.0, "int4": 0.5 + 5 / 128}
 LARGE_PARAMETERS = 10**8  # of a target whose steps take a processor long
 DEVICE_VARIABLE = "LANTERN_HPU_DEVICE"  # the variable that names the device which `auto` is
 

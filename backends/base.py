@@ -285,9 +285,10 @@ class DevicePlan:
     decided: dict[str, str] = field(default_factory=dict)
 
     @property
-    def weight_bytes(self) -> int:
+    def weight_bytes(self) -> float:
         """Of a number in a matrix of the model."""
-        return 1 if "quantize" in self.decided else self.dtype.itemsize
+        form = self.decided.get("quantize", "").partition(",")[0]
+        return QUANTIZED.get(form, self.dtype.itemsize)
 
     def lay_out(self, modules: Sequence[nn.Module]) -> DevicePlan:
         """Bring the linear layers of loaded modules into the layout, in place. -> with the layout that was taken
@@ -303,7 +304,8 @@ class DevicePlan:
         Returns what a user should know of that, or nothing.
         """
         if form in self.backend.quantized:
-            self.decided["quantize"] = f"{form}, with a scale for each row of a matrix"
+            each = "row of a matrix" if form == "int8" else "group of inputs of a row"
+            self.decided["quantize"] = f"{form}, with a scale for each {each}"
             return ""
         for module in modules:
             replace_layers(module, QuantizedLinear, partial(plain_layer, dtype=self.dtype))

@@ -185,14 +185,15 @@ def test_the_text_encoder_is_counted_as_it_is_loaded(public: Path, dtype: str) -
     assert memory.summed(rows) == sum(p.nbytes for p in encoder.parameters())
 
 
+@pytest.mark.parametrize("form", ["int8", "int4"])
 @pytest.mark.parametrize("name", ["anole", "ours/anole", "ours/llamagen-c2i", "mammothmoda2"])
-def test_int8_matrices_are_as_small_as_they_become(public: Path, name: str) -> None:
-    place = Placement(torch.bfloat16, quantize="int8")
+def test_quantised_matrices_are_as_small_as_they_become(public: Path, name: str, form: str) -> None:
+    place = Placement(torch.bfloat16, quantize=form)
     loaded = open_model(find_parts(str(public / name))).load(place)
     target = loaded.target, *loaded.condition.parts().values()
     drafter = [loaded.drafter] if loaded.drafter else []
     model = counted(public / name)
-    said = dict(memory.weights(model, setup(quantize="int8", tree=None)))
+    said = dict(memory.weights(model, setup(quantize=form, tree=None)))
     for parts, count in ((target, said["target weights"]), (drafter, said["drafter weights"])):
         assert count == sum(weight.nbytes for part in parts for weight in part.parameters())
 

@@ -177,7 +177,7 @@ class CPUPlan(DevicePlan):
     halved: bool = False  # whether a float32 model keeps its matrices in float16
 
     @property
-    def weight_bytes(self) -> int:
+    def weight_bytes(self) -> float:
         return torch.float16.itemsize if self.halved else super().weight_bytes
 
     def lay_out(self, modules: Sequence[nn.Module]) -> DevicePlan:

@@ -16,7 +16,7 @@ from itertools import islice
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
-from lantern_hpu.backends import BYTES, DeviceOptions, prepare
+from lantern_hpu.backends import BYTES, QUANTIZED, DeviceOptions, prepare
 from lantern_hpu.commands.options import Parser, add_fields, from_args
 from lantern_hpu.errors import OptionError, as_option, exit_code, listed, shell, spelled
 from lantern_hpu.files import amount
@@ -204,7 +204,7 @@ def plan_row(name: str, where: str, memory: str | None, options: Facts) -> Facts
     card = device.card
     least = None
     if card is not None:
-        rates = Rates(card.bandwidth, card.rate, setup.bytes, 1 if setup.quantize else None)
+        rates = Rates(card.bandwidth, card.rate, setup.bytes, QUANTIZED.get(setup.quantize or ""))
         least = 1000 * max(least_seconds(model.config, rates, setup.spec.rows, 1, 1))
     found = facts(model.config, setup, device)
     return {

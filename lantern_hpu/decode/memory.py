@@ -27,14 +27,14 @@ from lantern_hpu.fields import IMAGE_PARAMS
 from lantern_hpu.files import amount
 from lantern_hpu.models.config import ModelConfig, TransformerConfig
 from lantern_hpu.models.model import EmptyModel, count_vision, parameters_of
+from lantern_hpu.ops.quantized import matrix_bytes
 from lantern_hpu.tree import DraftTree
 
 META = torch.device("meta")
-ROW_BYTES = 4  # of an int8 matrix, in addition to its numbers: a float32 scale
 # Measured
 FULL_MAPS = 5  # feature maps at full resolution that the image decoder holds at its peak
 PROMPT_FEATURES = 20  # times a prompt's features that T5 holds at its peak
-QUANTIZING = 8  # bytes for each number of the matrix that is just being made int8
+QUANTIZING = 8  # bytes for each number of the matrix that is just being quantised
 TIGHT = 0.9  # of the memory: past it, fragments and the device's own software may not fit as well
 POOL = "graph pool (estimate)"
 # What a run does, one after the other
@@ -135,8 +135,9 @@ def weights(model: ModelConfig, setup: Setup) -> Rows:
 
 
 def saved_bytes(matrices: Iterable[Tensor], setup: Setup) -> int:
-    """What these matrices take less as int8."""
-    return sum(matrix.numel() * (setup.bytes - 1) - len(matrix) * ROW_BYTES for matrix in matrices)
+    """What these matrices take less in the smaller format."""
+    form = setup.quantize or ""
+    return sum(matrix.numel() * setup.bytes - matrix_bytes(matrix, form) for matrix in matrices)
 
 
 def text_weights(model: ModelConfig, setup: Setup) -> Rows:
@@ -184,7 +185,7 @@ def working(model: ModelConfig, setup: Setup) -> Rows:
     captions = spec.rows * config.prefix * (2 * width + config.dim) * setup.bytes
     probs = probs_bytes(config, setup)
     sized = replace(model, target=config)
-    # Where no kernel reads 8 bits, a product takes its matrix dequantised
+    # Where no kernel reads few bits, a product takes its matrix dequantised
     widened = largest_matrix(model) * setup.bytes if setup.quantize and not setup.is_host else 0
     maps = FULL_MAPS * (model.vq.channels if model.vq else 0) * prod(sized.image_size) * 4
     return [
@@ -225,7 +226,7 @@ class DeviceMemory:
     memory: int | None
     where: str  # the number is from
     dtype: str = "bfloat16"  # the best one
-    quantized: tuple[str, ...] = QUANTIZED
+    quantized: tuple[str, ...] = tuple(QUANTIZED)
     is_host: bool = False
     drafting: DraftingDefaults = ACCELERATOR
     shares_pool: bool = False  # see `Backend`
@@ -245,6 +246,11 @@ def remedies(model: ModelConfig, setup: Setup, device: DeviceMemory) -> Iterator
         (setup.bytes > 2, words(Arg("dtype", "bfloat16")), {"dtype": "bfloat16"}),
         (spec.images > 1, words(Arg("batch_size", 1)), {"images": 1}),
         ("int8" in device.quantized, words(Arg("quantize", "int8")), {"quantize": "int8"}),
+        (
+            "int4" in device.quantized,
+            words(Arg("quantize", "int4"), "instead"),
+            {"quantize": "int4"},
+        ),
         (spec.tree.depth > 0, autoregressive, {"tree": DraftTree.root_only(), "neighbours": 0}),
         (spec.guidance, words(unguided, "(no guidance)"), {"guidance": False}),
     ]

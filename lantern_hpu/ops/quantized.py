@@ -29,6 +29,13 @@ def group_of(inputs: int, form: str) -> int:
     return next(fitting, 0) if form == "int4" else 0
 
 
+def matrix_bytes(matrix: Tensor, form: str) -> int:
+    """Of a matrix [out, in] in a smaller format, with scales and zeros."""
+    rows, columns = matrix.shape
+    group = group_of(columns, form)
+    return rows * (columns // 2 + 5 * columns // group) if group else rows * (columns + 4)
+
+
 def quantized(weight: Tensor, group: int = 0) -> tuple[Tensor, ...]:
     """A matrix [out, in] as numbers and scales.
 
