@@ -26,7 +26,7 @@ from lantern_hpu.decode.spec import Spec
 from lantern_hpu.errors import OptionError, WeightsError
 from lantern_hpu.files import sha256
 from lantern_hpu.loading import write_folder as write_converted
-from lantern_hpu.models.files.load import open_model
+from lantern_hpu.models.files.load import open_model, target_of
 from lantern_hpu.models.files.names import PartOverrides
 from lantern_hpu.models.model import ImageModel, Placement
 from lantern_hpu.ops.quantized import (
@@ -312,6 +312,8 @@ def test_a_folder_in_gptqs_layout_is_its_dequantised_numbers(
         assert layers and {layer.group for layer in layers.values()} == {32}
         assert ("layers.0.attention.qkv" in layers) == (layout != "a part of qkv")
         assert "head" not in layers
+        renewed = small_layers(target_of(found, wanted)[0])  # with a trainer's weights
+        assert {n: layer.group for n, layer in renewed.items()} == dict.fromkeys(layers, 32)
         DevicePlan(NoSmallMatrices(), dtype).keep_quantized(found.stepping, "int4")
         mine = found.target.state_dict()
         assert mine.keys() == wanted.keys()

@@ -188,6 +188,7 @@ class ImageModel:
     code_vectors_alone: Tensor | None = None  # [codes, dim], where there is no tokenizer
     pixels_by: Path | None = None  # a pipeline of diffusers that makes pictures of its codes
     quantize: str | None = None  # the smaller format of the matrices of target and drafter
+    groups: dict[str, int] = field(default_factory=dict)  # of each such layer of the target
     notes: list[str] = field(default_factory=list)  # what a user should know of its parts
     updated: bool = False  # whether the target has other weights than the files
     _near: dict[int, Tensor] = field(default_factory=dict, repr=False)  # by number of neighbours

@@ -81,7 +81,13 @@ from lantern_hpu.models.text.prefix import (
 from lantern_hpu.models.text.t5 import T5Conditioner
 from lantern_hpu.models.transformer import Drafter, Target
 from lantern_hpu.models.vq import Tokenizer, VQModel
-from lantern_hpu.ops.quantized import quantized_layer, replace_layers
+from lantern_hpu.ops.quantized import (
+    QuantizedLinear,
+    matrix_layers,
+    put,
+    quantized_layer,
+    replace_layers,
+)
 
 DIFFUSION_MISSING = words(
     "the diffusion model (in the whole pipeline's folder;", Arg("save_tokens"), "needs none)"
@@ -193,6 +199,7 @@ class OpenedModel:
             code_vectors_alone=vectors.weight if vectors else None,
             pixels_by=self.pixels,
             quantize=quantize,
+            groups={name: layer.group for name, layer in matrix_layers(target, QuantizedLinear)},
             notes=[*self.notes],
         )
         if drafter is not None and self.drafter is not None:
@@ -414,8 +421,9 @@ def target_of(model: ImageModel, weights: Mapping[str, Tensor]) -> tuple[Target,
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     with shapes_only():
         target = Target(model.config.target)
-    if model.quantize is not None:
-        replace_layers(target, nn.Linear, partial(quantized_layer, form=model.quantize))
+    for name, layer in matrix_layers(target, nn.Linear):
+        if name in model.groups:
+            put(target, name, QuantizedLinear(layer, model.groups[name]))
     stored = Stored(Checkpoint(Path("state_dict"), shapes, weights.__getitem__))
     return target, stored.fill(target, model.target.dtype, None)
 
