@@ -1045,12 +1045,20 @@ def test_fused_kernels_that_agree_serve(device: str) -> None:
 
 @on_devices
 def test_kernel_that_is_wrong_or_fails_is_replaced(device: str) -> None:
+    from lantern_hpu.backends.cuda import kernels as package
     from lantern_hpu.backends.cuda.kernels import accept, sample
+
+    all_candidates = package.triton_candidates
+
+    def three(*given: Any) -> dict[str, Candidate]:
+        found = all_candidates(*given)
+        return {name: found[name] for name in ("probs", "walk", "sample")}
 
     def broken(*args: Any) -> None:
         raise RuntimeError("no compiler")
 
     kept = sample.triton_probs, accept.triton_walk
+    package.triton_candidates = three
     sample.triton_probs = lambda *args: 1.1 * guided_probs(*args)
     accept.triton_walk = broken
     try:
@@ -1060,6 +1068,7 @@ def test_kernel_that_is_wrong_or_fails_is_replaced(device: str) -> None:
             served = triton_kernels.__wrapped__(torch.device(device), torch.float32)
     finally:
         sample.triton_probs, accept.triton_walk = kept
+        package.triton_candidates = all_candidates
     assert len(said) == 1
     assert served.probs is guided_probs and served.walk is None
     assert served.sample is kernels().sample
