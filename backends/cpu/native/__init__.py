@@ -70,10 +70,10 @@ def read_header(text: str) -> dict[str, Any]:
 
 HEADER = read_header(Path(__file__).with_name("decoder.h").read_text(encoding="utf-8"))
 ABI = HEADER["LANTERN_ABI"]
-FORMATS = ("BFLOAT16", "FLOAT16", "FLOAT32", "INT8", "INT8_FLOAT32")
-BFLOAT16, FLOAT16, FLOAT32, INT8, INT8_FLOAT32 = (HEADER[name] for name in FORMATS)
-STRUCTURES = ("Matrix", "Layer", "Call", "Walk", "Place", "Commit")
-CMatrix, CLayer, CCall, CWalk, CPlace, CCommit = (HEADER[name] for name in STRUCTURES)
+FORMATS = ("BFLOAT16", "FLOAT16", "FLOAT32", "INTEGERS", "INTEGERS_FLOAT32")
+BFLOAT16, FLOAT16, FLOAT32, INTEGERS, INTEGERS_FLOAT32 = (HEADER[name] for name in FORMATS)
+STRUCTURES = ("Matrix", "Source", "Layer", "Call", "Walk", "Place", "Commit")
+CMatrix, CSource, CLayer, CCall, CWalk, CPlace, CCommit = (HEADER[name] for name in STRUCTURES)
 
 
 # ------------------------------------------------------------------------------------ the library
@@ -164,8 +164,8 @@ Linear = nn.Linear | QuantizedLinear
 def format_of(layers: Sequence[Linear], dtype: torch.dtype) -> int:
     """Of the matrices of a model in this number format: float16 for a float32 model's where that loses no bit."""
     weights = [layer.weight for layer in layers]
-    if weights[0].dtype == torch.int8:
-        return INT8 if dtype == torch.bfloat16 else INT8_FLOAT32
+    if isinstance(layers[0], QuantizedLinear):
+        return INTEGERS if dtype == torch.bfloat16 else INTEGERS_FLOAT32
     if weights[0].dtype == torch.bfloat16:
         return BFLOAT16
     exact = all(torch.equal(weight, weight.half().float()) for weight in weights)
@@ -174,7 +174,7 @@ def format_of(layers: Sequence[Linear], dtype: torch.dtype) -> int:
 
 # By `id`: compilers pass whole numbers to an operator, and no modules
 MODULES: WeakValueDictionary[int, Any] = WeakValueDictionary()
-STORED = (torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.int8)  # by format
+STORED = (torch.bfloat16, torch.float16, torch.float32)  # by format; integers stay as they are
 
 native_linear = operator(
     "native_linear(Tensor x, int module) -> Tensor",
@@ -194,7 +194,7 @@ class NativeLinear(nn.Module):
 
     def __init__(self, layer: Linear, weight_format: int, gated: bool = False) -> None:
         super().__init__()
-        self.out_features, self.in_features = layer.weight.shape
+        self.out_features, self.in_features = layer.out_features, layer.in_features
         self.gated = gated
         self.pack(layer, weight_format)
         MODULES[id(self)] = self
@@ -202,17 +202,20 @@ class NativeLinear(nn.Module):
     def pack(self, layer: Linear, weight_format: int) -> None:
         """Take the numbers of a layer of its sizes."""
         self.format = weight_format
-        weight = layer.weight.detach().to(STORED[weight_format]).contiguous()
-        sizes = self.in_features, self.out_features
-        size = call("lantern_packed_bytes", weight_format, *sizes)
-        self.register_buffer("packed", torch.empty(size, dtype=torch.uint8), persistent=False)
-        packed = self.packed.data_ptr()
-        scale = pointer(getattr(layer, "scale", None))
-        call("lantern_pack", weight_format, weight.data_ptr(), scale, *sizes, self.gated, packed)
+        weight = layer.weight.detach()
+        if weight_format < INTEGERS:
+            weight = weight.to(STORED[weight_format])
         width = (0, -self.out_features % LANES)  # that whole vectors can be read
         bias = None if layer.bias is None else F.pad(layer.bias.detach().float(), width)
         self.register_buffer("bias", bias, persistent=False)
-        self.matrix = CMatrix(packed, pointer(bias), *sizes)
+        sizes = self.in_features, self.out_features, getattr(layer, "group", 0)
+        self.matrix = CMatrix(None, pointer(bias), *sizes)
+        size = call("lantern_packed_bytes", weight_format, byref(self.matrix))
+        self.register_buffer("packed", torch.empty(size, dtype=torch.uint8), persistent=False)
+        self.matrix.weight = self.packed.data_ptr()
+        parts = weight.contiguous(), getattr(layer, "scale", None), getattr(layer, "zero", None)
+        source = CSource(*map(pointer, parts), self.gated)
+        call("lantern_pack", weight_format, byref(self.matrix), byref(source))
 
     def multiply(self, x: Tensor) -> Tensor:
         x = x.contiguous()

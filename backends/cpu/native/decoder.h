@@ -5,21 +5,31 @@
 
 #include <stdint.h>
 
-#define LANTERN_ABI 10
+#define LANTERN_ABI 11
 
 /* Number formats: of the matrices, and of activations, caches and features. */
 #define BFLOAT16 0
 #define FLOAT16 1  /* activations are float32 */
 #define FLOAT32 2
-#define INT8 3  /* with a scale a row; activations are bfloat16 */
-#define INT8_FLOAT32 4  /* the same; activations are float32 */
+#define INTEGERS 3  /* of 8 or 4 bits, with scales; activations are bfloat16 */
+#define INTEGERS_FLOAT32 4  /* the same; activations are float32 */
 
 /* One matrix, packed by `lantern_pack`. */
 typedef struct {
     const void *weight;
     const float *bias;  /* [out], with room up to a multiple of 16, or null */
     int64_t in, out;
+    int64_t group;  /* of integers: inputs that share a scale, where numbers have 4 bits; 0 where they have 8 */
 } Matrix;
+
+/* What is packed, row by row. Numbers of 8 bits are from -127 to 127 [out, in] and have scales [out]; those of 4 bits are 0
+ * to 15 [out, in / 2], the lower half of a byte first, and have scales and what stands for zero [out, in / group]. */
+typedef struct {
+    const void *weight;
+    const float *scale;
+    const uint8_t *zero;  /* null: 8 */
+    int64_t gated;        /* the first half of the outputs are gates of the second half */
+} Source;
 
 /* One layer, by the names of `Block` in `models/transformer.py`; what a family lacks is null. Norms and biases are float32. */
 typedef struct {
@@ -72,15 +82,15 @@ typedef struct {
 } Walk;
 
 int64_t lantern_abi(void);
-/* The instruction set in use: "avx512_bf16", "avx512", "avx2"; "" where the processor has none of them. */
+/* The instruction set in use, of "avx512_amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2"; "" where the
+ * processor has none of them. */
 const char *lantern_isa(void);
 /* Limit the instruction set; 0 if this processor lacks it. */
 int lantern_use(const char *isa);
 /* Bytes of a packed matrix. */
-int64_t lantern_packed_bytes(int64_t format, int64_t in, int64_t out);
-/* Pack [out, in], row by row. `gated`: the first half of the outputs are gates of the second half. Numbers of 8 bits are
- * from -127 to 127, and have scales [out]; of other formats that is null. */
-void lantern_pack(int64_t format, const void *weight, const float *scale, int64_t in, int64_t out, int gated, void *packed);
+int64_t lantern_packed_bytes(int64_t format, const Matrix *matrix);
+/* Pack a matrix into the memory that its `weight` points to. */
+void lantern_pack(int64_t format, const Matrix *matrix, const Source *source);
 /* y [rows, out] = x [rows, in] W^T + bias, in the format's activations. Returns as the pass does. */
 int lantern_linear(int64_t format, int64_t threads, const Matrix *matrix, const void *x, int64_t rows, void *y);
 /* The pass. Returns 0; -1 where memory is short; -2 where sizes are not supported. */
