@@ -3,9 +3,12 @@ a row's result depends on nothing but itself."""
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,20 +80,37 @@ FORMATS = {
     "float32": (torch.float32, 2e-6),
     "int8": (torch.bfloat16, 2e-2),
     "int8 float32": (torch.float32, 2e-4),
+    "int4 float32": (torch.float32, 2e-4),
 }
-NUMBERS = dict(zip(("bfloat16", "half", "float32", "int8", "int8 float32"), range(5), strict=True))
+NUMBERS = {"bfloat16": 0, "half": 1, "float32": 2, "int8": 3, "int8 float32": 4, "int4 float32": 4}
 S = 48  # cache positions of a row
 
 
-@pytest.fixture(params=SETS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """An instruction set of this processor, in use until the test ends."""
+@pytest.fixture(scope="session")
+def tiles(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The library with tiles in their plain form, for a processor that has none."""
+    source = Path(native.__file__).with_name("decoder.c")
+    built = tmp_path_factory.mktemp("tiles") / "_decoder.so"
+    flags = ("-O1", "-std=gnu11", "-fopenmp", "-ffp-contract=off", "-shared", "-fPIC")
+    subprocess.run(["gcc", "-DPLAIN_TILES", *flags, source, "-lm", "-o", built], check=True)
+    return native.loaded(built)
+
+
+@pytest.fixture(params=mostly_slow(SETS, "avx512_bf16", "avx2"))
+def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """An instruction set, in use until the test ends: one of this processor, or tiles in their plain form."""
     assert LIBRARY is not None
-    before = LIBRARY.lantern_isa()
-    if not LIBRARY.lantern_use(request.param.encode()):
+    library, wanted = LIBRARY, request.param.encode()
+    if request.param == "avx512_amx" and not library.lantern_use(wanted):
+        if shutil.which("gcc") is None:
+            pytest.skip("no compiler for tiles in their plain form")
+        library = request.getfixturevalue("tiles")
+        monkeypatch.setattr(native, "open_library", lambda: (library, request.param))
+    before = library.lantern_isa()
+    if not library.lantern_use(wanted):
         pytest.skip(f"this processor has no {request.param}")
     yield request.param
-    LIBRARY.lantern_use(before)
+    library.lantern_use(before)
 
 
 def test_the_limit_that_torch_knows_is_kept(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,8 +128,8 @@ def make_target(changes: dict[str, Any], form: str = "float32") -> Target:
         if form == "half":
             weight.copy_(weight.half().float())
     target = target.to(FORMATS[form][0])
-    if form.startswith("int8"):
-        replace_layers(target, nn.Linear, quantized_layer)
+    if form.startswith("int"):
+        replace_layers(target, nn.Linear, partial(quantized_layer, form=form.split()[0]))
     return target
 
 
@@ -232,8 +252,8 @@ def test_a_matrix_equals_the_plain_one(form: str, sizes: tuple[int, int], isa: s
     if form == "half":
         plain.weight.copy_(plain.weight.half().float())
     plain = plain.to(dtype)
-    if form.startswith("int8"):
-        plain = quantized_layer(plain)
+    if form.startswith("int"):
+        plain = quantized_layer(plain, form.split()[0])
     mine, x = NativeLinear(plain, NUMBERS[form]), torch.randn(3, 7, sizes[0]).to(dtype)
     assert_close(mine(x), plain(x), tolerance)
 

@@ -428,7 +428,7 @@ def test_each_decoder_takes_the_activations_of_its_model(dtype: torch.dtype) -> 
     target, drafter = (module.to(dtype) for module in tiny_models())
     replace_layers(drafter, nn.Linear, quantized_layer)
     native.pack_model([target, drafter])
-    small = native.INT8 if dtype == torch.bfloat16 else native.INT8_FLOAT32
-    assert target.decoder.format not in (native.INT8, native.INT8_FLOAT32)
+    small = native.INTEGERS if dtype == torch.bfloat16 else native.INTEGERS_FLOAT32
+    assert target.decoder.format < native.INTEGERS
     formats = {drafter.decoder.format, cast(Any, drafter.fc).format}
     assert formats == {small}

@@ -239,7 +239,7 @@ class CPUBackend(Backend):
 
     is_host = True
     layouts = LAYOUTS
-    quantized: tuple[str, ...] = ("int8",)
+    quantized: tuple[str, ...] = ("int8", "int4")
 
     def available(self) -> tuple[bool, str]:
         return True, "every machine has a processor"

@@ -90,20 +90,31 @@ def open_library() -> tuple[ctypes.CDLL | None, str]:
     if not files:
         return None, f"the native decoder was not built (no C compiler?); {BUILD} builds it"
     try:
-        share_openmp()
-        library = ctypes.CDLL(str(files[-1]))
-        found = library.lantern_abi()
+        library = loaded(files[-1])
     except (OSError, AttributeError) as error:
         return None, f"the native decoder does not load ({error}); {BUILD} rebuilds it"
-    if found != ABI:
+    if library.lantern_abi() != ABI:
+        found = library.lantern_abi()
         return None, f"the native decoder is of version {found}, not {ABI}; {BUILD} rebuilds it"
-    for name in (name for name in HEADER if name.startswith("lantern_")):
-        function = getattr(library, name)
-        function.restype, *function.argtypes = HEADER[name]
+    if not string_at(library.lantern_isa()):
+        return None, "this processor has no AVX2"
     if os.environ.get("ATEN_CPU_CAPABILITY") == "avx2":  # torch's own limit
         library.lantern_use(b"avx2")
-    isa = string_at(library.lantern_isa()).decode()
-    return (library, isa) if isa else (None, "this processor has no AVX2")
+    limit = os.environ.get("LANTERN_HPU_ISA", "")
+    if limit and not library.lantern_use(limit.encode()):
+        return None, f"this processor has no instruction set {limit} (LANTERN_HPU_ISA)"
+    return library, string_at(library.lantern_isa()).decode()
+
+
+def loaded(file: Path) -> ctypes.CDLL:
+    """A library, with the signatures that `decoder.h` declares where it is of this version."""
+    share_openmp()
+    library = ctypes.CDLL(str(file))
+    if library.lantern_abi() == ABI:
+        for name in (name for name in HEADER if name.startswith("lantern_")):
+            function = getattr(library, name)
+            function.restype, *function.argtypes = HEADER[name]
+    return library
 
 
 def isa() -> str:
@@ -353,7 +364,7 @@ def dtype_of(module: nn.Module) -> torch.dtype:
     """Of what is not quantised in it: its norms, its embedding."""
     parts = ((name, part.dtype) for name, part in module.named_parameters())
     return next(
-        dtype for name, dtype in parts if dtype != torch.int8 and not name.endswith("scale")
+        dtype for name, dtype in parts if dtype.is_floating_point and not name.endswith("scale")
     )
 
 

@@ -55,10 +55,14 @@ static void NAME(fix)(const float *x, int64_t in, char *to) {
     memset(to, 0, (size_t)NAME(row_bytes)(in));
     for (int64_t first = 0; first < in; first += SCALED) {
         int64_t end = least(first + SCALED, in);
-        NAME(Whole) most = {0};  /* sizes of floats are in the order of their bits */
+        NAME(Whole) most = {0};  /* sizes are in the order of their bits, those of NaN the largest */
         for (int64_t i = first; i < end; i += LANES)
             most = MM(max_epi32)(most, (NAME(Whole))((NAME(Ints))LOAD(x + i) & 0x7fffffff));
-        float largest = NAME(largest)((V)most), scale = largest / LARGEST;
+        int32_t bits = 0;
+        for (int i = 0; i < LANES; i++) bits = ((NAME(Ints))most)[i] > bits ? ((NAME(Ints))most)[i] : bits;
+        float largest;
+        memcpy(&largest, &bits, sizeof(largest));
+        float scale = largest / LARGEST;
         if (!(largest > TINY)) scale = 0.0f;
         if (!(largest <= FLT_MAX)) scale = NAN;
         ((float *)scales)[first / SCALED] = scale;
