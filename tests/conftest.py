@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import os
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: threads only cost
 # Tests draw on the processor: those for a card carry its marker, and name it
@@ -19,7 +20,9 @@ os.environ["LANTERN_HPU_CACHE"] = tempfile.mkdtemp(prefix="lantern-hpu-tests-")
 import pytest
 import torch
 
+from lantern_hpu.backends.cpu import native
 from lantern_lab.measure import rows as tuning
+from tests.marks import mostly_slow
 
 if TYPE_CHECKING:
     from lantern_hpu.pipeline import LanternPipeline
@@ -91,3 +94,35 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_unconfigure() -> None:
     shutil.rmtree(os.environ["LANTERN_HPU_CACHE"], ignore_errors=True)
+
+
+INSTRUCTION_SETS = ("avx512_amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2")
+
+
+@pytest.fixture(scope="session")
+def tiles(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The library with tiles in their plain form, for a processor that has none."""
+    source = Path(native.__file__).with_name("decoder.c")
+    built = tmp_path_factory.mktemp("tiles") / "_decoder.so"
+    flags = ("-O1", "-std=gnu11", "-fopenmp", "-ffp-contract=off", "-shared", "-fPIC")
+    subprocess.run(["gcc", "-DPLAIN_TILES", *flags, source, "-lm", "-o", built], check=True)
+    return native.loaded(built)
+
+
+@pytest.fixture(params=mostly_slow(INSTRUCTION_SETS, "avx512_bf16", "avx2"))
+def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """An instruction set, in use until the test ends: one of this processor, or tiles in their plain form."""
+    library, why = native.open_library()
+    if library is None:
+        pytest.skip(why)
+    wanted = request.param.encode()
+    if request.param == "avx512_amx" and not library.lantern_use(wanted):
+        if shutil.which("gcc") is None:
+            pytest.skip("no compiler for tiles in their plain form")
+        library = request.getfixturevalue("tiles")
+        monkeypatch.setattr(native, "open_library", lambda: (library, request.param))
+    before = library.lantern_isa()
+    if not library.lantern_use(wanted):
+        pytest.skip(f"this processor has no {request.param}")
+    yield request.param
+    library.lantern_use(before)

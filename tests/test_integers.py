@@ -13,9 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lantern_hpu.backends.cpu import native
 from lantern_hpu.backends.cpu.native import INTEGERS, INTEGERS_FLOAT32, NativeLinear
 from lantern_hpu.ops.quantized import QuantizedLinear
 
+pytestmark = pytest.mark.skipif(not native.isa(), reason="no native decoder")
 SCALED, LARGEST = 256, np.float32(32512)  # inputs that share a scale, and its largest number
 
 fmaf: Any = ctypes.CDLL(ctypes.util.find_library("m")).fmaf

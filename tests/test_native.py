@@ -3,9 +3,6 @@ a row's result depends on nothing but itself."""
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -73,7 +70,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mammothmoda2": {"heads": 4, "qkv_bias": True, "word_layers": 2, "word_rows": 9, **LLAMA},
     "glm": {"heads": 4, "kv_heads": 2, "qkv_bias": True, "sandwich_norms": True, **LLAMA},
 }
-SETS = ("avx512_amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2")
 FORMATS = {
     "bfloat16": (torch.bfloat16, 2e-2),
     "half": (torch.float32, 2e-6),
@@ -84,33 +80,6 @@ FORMATS = {
 }
 NUMBERS = {"bfloat16": 0, "half": 1, "float32": 2, "int8": 3, "int8 float32": 4, "int4 float32": 4}
 S = 48  # cache positions of a row
-
-
-@pytest.fixture(scope="session")
-def tiles(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The library with tiles in their plain form, for a processor that has none."""
-    source = Path(native.__file__).with_name("decoder.c")
-    built = tmp_path_factory.mktemp("tiles") / "_decoder.so"
-    flags = ("-O1", "-std=gnu11", "-fopenmp", "-ffp-contract=off", "-shared", "-fPIC")
-    subprocess.run(["gcc", "-DPLAIN_TILES", *flags, source, "-lm", "-o", built], check=True)
-    return native.loaded(built)
-
-
-@pytest.fixture(params=mostly_slow(SETS, "avx512_bf16", "avx2"))
-def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """An instruction set, in use until the test ends: one of this processor, or tiles in their plain form."""
-    assert LIBRARY is not None
-    library, wanted = LIBRARY, request.param.encode()
-    if request.param == "avx512_amx" and not library.lantern_use(wanted):
-        if shutil.which("gcc") is None:
-            pytest.skip("no compiler for tiles in their plain form")
-        library = request.getfixturevalue("tiles")
-        monkeypatch.setattr(native, "open_library", lambda: (library, request.param))
-    before = library.lantern_isa()
-    if not library.lantern_use(wanted):
-        pytest.skip(f"this processor has no {request.param}")
-    yield request.param
-    library.lantern_use(before)
 
 
 def test_the_limit_that_torch_knows_is_kept(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
