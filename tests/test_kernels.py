@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from lantern_hpu.backends import BACKENDS
-from lantern_hpu.backends.base import Candidate, outcome
+from lantern_hpu.backends.base import Candidate, outcome, tensors
 from lantern_hpu.backends.cuda.backend import CUDABackend
 from lantern_hpu.backends.cuda.forms import CUBLAS, Card, Forms, install
 from lantern_hpu.backends.cuda.kernels import checks, triton_candidates, triton_kernels
@@ -1129,6 +1129,14 @@ def test_memory_that_is_short_says_nothing_of_a_kernel() -> None:
     with pytest.raises(torch.OutOfMemoryError):
         held(Served("swiglu", torch.OutOfMemoryError("CUDA out of memory")))
     assert not checks.kept_verdicts(MACHINE)
+
+
+def test_examples_lie_on_the_card_whole() -> None:
+    """Also what is worked out by hand, and the state of a commit."""
+    meta, names = torch.device("meta"), [*checks.TWINS]
+    for _, (call, _) in checks.sized_examples(tiny_config(), torch.float32, names):
+        given = tensors(checks.moved(call, meta))
+        assert given and all(x.is_meta for x in given)
 
 
 @pytest.mark.slow

@@ -173,6 +173,8 @@ def moved(call: Sequence[Any], device: torch.device) -> tuple[Any, ...]:
             return SamplingParams(*(getattr(value, f.name).to(device) for f in fields(value)))
         if isinstance(value, CacheWrite):
             return CacheWrite(*map(move, value))
+        if isinstance(value, tuple):
+            return tuple(map(move, value))
         return value.to(device) if isinstance(value, Tensor) else value
 
     return tuple(map(move, call))
