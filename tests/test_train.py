@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -25,11 +26,12 @@ from lantern_hpu.core import Request, Sampling
 from lantern_hpu.errors import OptionError, WeightsError
 from lantern_hpu.methods.setting import Resolved
 from lantern_hpu.models.transformer import Drafter
+from lantern_hpu.models.vq import VQModel
 from lantern_hpu.tree import DraftTree
 from lantern_lab.commands.train import main
-from lantern_lab.train import drafter_training
+from lantern_lab.train import codes, drafter_training
 from lantern_lab.train.drafter_training import DrafterTraining, begin, chain, profile
-from lantern_lab.train.unroll import Lesson, Unrolled, draw_samples, split
+from lantern_lab.train.unroll import Lesson, Unrolled, draw_samples, read_encoded, split
 from tests.folder import write_folder
 
 ROOT = Path(__file__).parent.parent
@@ -195,6 +197,94 @@ def test_pictures_as_tokens_are_learned_from_but_for_held_out_captions(
     other = write_tokens(tmp_path / "other.npz", np.zeros((12, 16), int), PROMPTS)
     assert train(model, prompts, tmp_path / "alone", "--resume", "--tokens", str(other)) == 2
     assert "--tokens cannot change" in capsys.readouterr().err
+
+
+def painted(file: Path, colour: tuple[int, int, int]) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (40, 30), colour).save(file)
+    return file
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve classes of a picture each, some in folders of their own, and the same as lines of JSON."""
+    folder = tmp_path_factory.mktemp("pictures")
+    files = [
+        painted(
+            folder / "classes" / prompt / ("more" * (i % 2)) / f"{i}.png", (20 * i, 99, 200 - i)
+        )
+        for i, prompt in enumerate(PROMPTS)
+    ]
+    lines = [
+        {"image_path": f"classes/{f.relative_to(folder / 'classes')}", "text": f"a {f.stem}"}
+        for f in files
+    ]
+    (folder / "lines.jsonl").write_text("\n\n".join(map(json.dumps, lines)))
+    (folder / "classes" / ".thumbnails").mkdir()
+    painted(folder / "classes" / ".thumbnails" / "0.png", (0, 0, 0))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["classes", "lines.jsonl"])
+def test_pictures_become_codes_that_a_drafter_is_trained_on(
+    name: str, model: Path, pictures: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "codes.npz"
+    words = ["codes", "--model", str(model), "--data", str(pictures / name), "--output"]
+    assert main([*words, str(output)]) == 0 and main([*words, str(output)]) == 2
+    loaded = LanternPipeline.from_pretrained(str(model)).model
+    found = read_encoded(output, loaded.target.config, ())
+    wanted = sorted(PROMPTS) if name == "classes" else [f"a {i}" for i in range(len(PROMPTS))]
+    assert found.prompts == wanted and isinstance(loaded.vq, VQModel)
+    index = PROMPTS.index(wanted[3]) if name == "classes" else 3
+    height, width = loaded.config.image_size
+    plain = torch.tensor([20 * index, 99, 200 - index]).view(1, 3, 1, 1).expand(1, 3, height, width)
+    codes = loaded.vq.encode(plain / 127.5 - 1).flatten()
+    assert found.tokens[3].tolist() == codes.tolist()
+
+
+CLASSED: dict[
+    str, tuple[int, list[str], Any]
+] = {  # classes of a model, names of folders: labels, or what is said
+    "as many, by their order": (3, ["b", "a", "10"], {"10": "0", "a": "1", "b": "2"}),
+    "fewer, by their number": (20, ["3", "11"], {"3": "3", "11": "11"}),
+    "fewer, by their name": (1000, ["daisy", "207"], {"daisy": "985", "207": "207"}),
+    "unknown": (20, ["daisy"], "an index from 0 to 19"),
+    "texts": (0, ["red cat"], {"red cat": "red cat"}),
+}
+
+
+@pytest.mark.parametrize("case", CLASSED)
+def test_folders_are_labels_of_a_model_that_draws_by_class(case: str, tmp_path: Path) -> None:
+    classes, names, wanted = CLASSED[case]
+    for name in names:
+        painted(tmp_path / name / "x.png", (1, 2, 3))
+    if isinstance(wanted, dict):
+        found = {file.parent.name: label for file, label in codes.captioned(tmp_path, classes)}
+        assert found == wanted
+        return
+    with pytest.raises(OptionError, match=wanted):
+        list(codes.captioned(tmp_path, classes))
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ('{"text": "cat"}', "line 2 of .* has no image_path and text"),
+        ('{"image_path": "x.png"}', "line 2 of .* has no image_path and text"),
+        ("[", "line 2 of .* is no JSON"),
+        ('{"image_path": "x.png", "text": "cat"}', "x.png"),
+        ("", "names no pictures"),
+    ],
+)
+def test_pictures_that_cannot_be_encoded_are_refused_by_name(
+    line: str, says: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "lines.jsonl").write_text(f"\n{line}")
+    words = ["--data", str(tmp_path / "lines.jsonl"), "--output", str(tmp_path / "codes.npz")]
+    assert main(["codes", "--model", str(model), *words]) == 2
+    assert re.search(says, capsys.readouterr().err)
+    assert not (tmp_path / "codes.npz").exists()
 
 
 def test_fine_tuning_begins_with_the_drafter_there_is(model: Path) -> None:

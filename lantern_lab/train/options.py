@@ -11,6 +11,7 @@ from typing import Any
 from lantern_hpu.backends import DeviceOptions
 from lantern_hpu.errors import Arg, OptionError, OutputError, choices, require, words
 from lantern_hpu.fields import argument_name, check_ranges, option
+from lantern_hpu.files import check_free
 from lantern_hpu.models.files.names import PartOverrides
 
 PRECISIONS = ("no", "bf16", "fp16")
@@ -89,6 +90,19 @@ class TrainRequest:
         require(self.samples >= least, "samples", self.samples, f"{least} or more")
 
 
+@dataclass(frozen=True)
+class CodesRequest:
+    """Which pictures become codes, and of which model."""
+
+    data: Path = option(
+        MISSING, "pictures: a folder a class, or .jsonl with image_path and text", metavar="PATH"
+    )
+    output: Path = option(MISSING, "file for the codes and captions", metavar="FILE.npz")
+    device: DeviceOptions = field(default_factory=DeviceOptions)
+    given: PartOverrides = field(default_factory=PartOverrides)
+    model: str = option("builtin", "model whose tokenizer encodes them")
+
+
 def check_training(wanted: TrainRequest) -> None:
     """Refuse what can be refused before torch is loaded."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
@@ -106,3 +120,11 @@ def check_training(wanted: TrainRequest) -> None:
         raise OutputError(f"nothing to resume in {wanted.output}", why, hint)
     if wanted.output.exists() and not wanted.output.is_dir():
         raise OutputError(f"{wanted.output} is a file", "a folder cannot be written there")
+
+
+def check_output(file: Path) -> None:
+    """Refuse a file of codes that is there already, or cannot be written."""
+    require(file.suffix == ".npz", "output", file, "a file .npz")
+    if file.exists():
+        raise OutputError(f"{file} exists", hint=words("another", Arg("output")))
+    check_free([file], False)
