@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lantern_hpu import LanternPipeline
 from lantern_hpu.backends.base import DevicePlan
@@ -29,7 +30,7 @@ from lantern_hpu.backends.cpu.native.sampling import (
     native_traverse,
     native_walk,
 )
-from lantern_hpu.core import Request
+from lantern_hpu.core import Request, RunStats
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.errors import DeviceError
 from lantern_hpu.models.config import TransformerConfig
@@ -459,6 +460,37 @@ def test_a_model_in_the_native_form_draws_what_it_draws_alone() -> None:
         both = pipe(["a red apple", "a blue bird"], seed=4, method=method, output_type="tokens")
         alone = pipe("a blue bird", seed=5, method=method, output_type="tokens")
         assert both.tokens[1].tolist() == alone.tokens[0].tolist()
+    pipe.close()
+
+
+class Operators(TorchDispatchMode):
+    """Counts torch's operators, views included, and the native calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+# Of one image of the embedded model
+MOST_OPERATORS = {"ar": 37, "scd@4": 79, "sjd-pac@2:2x1": 126, "eagle@chain_2": 133}
+
+
+def test_a_step_takes_no_more_operators_than_this() -> None:
+    pipe = LanternPipeline.from_pretrained("builtin", layout="native", pictures=False)
+    for method, most in MOST_OPERATORS.items():
+        setting = pipe.resolve(method)
+        requests = [Request("a red apple", 0, pipe.model.sampling, setting.relaxation)]
+        engine = pipe.engines.get(pipe.spec(requests, setting.tree, 1))
+        pipe.prepare(engine, requests, RunStats())
+        with torch.no_grad(), Operators() as operators:
+            engine.step()
+        assert operators.count <= most, method
     pipe.close()
 
 

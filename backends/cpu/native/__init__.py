@@ -30,7 +30,6 @@ from lantern_hpu.ops.quantized import QuantizedLinear
 
 BUILD = "pip install --force-reinstall --no-deps -e . (or the wheel)"
 BUILT_FOR = ("linux", "x86_64")
-HIDDEN = -1e30  # of an additive mask: less than this hides a position
 OPENMP = ("libgomp.so.1", "libiomp5.so", "libomp.so")
 LANES = 16  # numbers of the widest vector: sizes that the native form takes are multiples of it
 
@@ -247,9 +246,9 @@ MATRICES = ("qkv", "out", "gate_up", "down", "word_gate_up", "word_down")
 EACH = ("x", "rope", "mask", "index", "source", "starts", "words")
 
 native_decode = operator(
-    "native_decode(Tensor?[] each, Tensor(a!)[] cache, int[] aux_layers, int module) -> Tensor",
-    lambda each, cache, aux_layers, module: MODULES[module].features_of(each[0], aux_layers),
-)(lambda each, cache, aux_layers, module: MODULES[module].run(each, cache, aux_layers))
+    "native_decode(Tensor?[] each, Tensor(a!)[] cache, int[] aux_layers, int capacity, int module) -> Tensor",
+    lambda each, cache, aux_layers, _, module: MODULES[module].features_of(each[0], aux_layers),
+)(lambda *given: MODULES[given[-1]].run(*given[:-1]))
 
 
 class NativeDecoder(nn.Module):
@@ -315,20 +314,24 @@ class NativeDecoder(nn.Module):
         """Features [R, T, H * (1 + n)]."""
         index = index.int().view(len(x), -1)
         moves = None if source is None else source.int().view(len(x), -1)
-        starts = index[:, 0].long()  # of what a row attends to: what it writes, or all of its cache
-        if not isinstance(cache.layers[0], WrittenCache):
-            starts = starts - starts % mask.shape[-1]
-        each = [x, rope.float(), mask.float(), index, moves, starts, words]
+        # A row attends to what it writes, or to all of its cache
+        capacity = 0 if isinstance(cache.layers[0], WrittenCache) else mask.shape[-1]
+        each = [x, rope.float(), mask.float(), index, moves, words]
         # A `ScratchCache` needs no copy here: its positions are masked until the next step writes them
         tensors = [part for layer in cache.layers for part in (layer.k, layer.v)]
-        result: Tensor = native_decode(each, tensors, list(aux_layers), id(self))
+        result: Tensor = native_decode(each, tensors, list(aux_layers), capacity, id(self))
         return result
 
-    def run(self, each: list[Any], cache: list[Tensor], aux_layers: list[int]) -> Tensor:
+    def run(
+        self, each: list[Any], cache: list[Tensor], aux_layers: list[int], capacity: int
+    ) -> Tensor:
         """Rows that attend to nothing, of images that are done, are left out: their features are zeros."""
-        x, _, mask, *_ = each
-        seen = (mask > HIDDEN).flatten(1).any(1)
-        if bool(seen.all()):
+        x, _, mask, index, *_ = each
+        rows, mask = x.shape[0], mask.contiguous()
+        starts, seen = x.new_empty(rows, dtype=torch.int64), x.new_empty(rows, dtype=torch.bool)
+        sizes = (rows, index.shape[1], mask.numel() // rows, capacity)
+        each = [*each[:5], starts, *each[5:]]
+        if call("lantern_rows", *sizes, *map(pointer, (index, mask, starts, seen))) == rows:
             return self.decode(each, cache, aux_layers)
         result, kept = self.features_of(x, aux_layers).zero_(), seen.nonzero()[:, 0]
         if len(kept):

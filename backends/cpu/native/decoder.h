@@ -131,6 +131,9 @@ typedef struct {
 } Commit;
 
 int lantern_place(const Place *place);
+/* Which rows attend to something, by the mask's numbers of each, and how many; where begins what each attends to: a row
+ * of the cache, or, without a capacity, what the pass writes. */
+int lantern_rows(int64_t rows, int64_t written, int64_t positions, int64_t capacity, const int32_t *index, const float *mask, int64_t *starts, uint8_t *seen);
 /* Logits [B, T, n] after guidance, temperature and top-k, where `most` is not 0, from [R, T, n]. */
 int lantern_scale(int64_t threads, int64_t images, int64_t tokens, int64_t n, int64_t guided, int64_t most, const float *logits, const float *cfg, const float *heat, const int32_t *top_k, float *scaled);
 /* The first of the largest products of each row: tokens [rows] from probs and noise [rows, n]. */

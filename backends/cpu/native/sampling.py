@@ -123,7 +123,8 @@ def native_place(*given: Any) -> Placed:
     inputs: list[Any] = [None if x is None else x.contiguous() for x in tensors]
     start, offset, column, table, valid, pads, angles, slot, row_start = inputs
     rope, mask, index = placed_out(*inputs, torch.float32)
-    sizes = (len(start), len(row_start), *table.shape[1:], len(slot), 2 * angles.shape[2])
+    images, rows, capacity = start.shape[0], row_start.shape[0], slot.shape[0]
+    sizes = (images, rows, *table.shape[1:], capacity, 2 * angles.shape[2])
     how = (torch.get_num_threads(), torch.finfo(dtype).min)
     taken = (start, offset, column, row_start, table, valid, pads, angles, rope, mask, index)
     call("lantern_place", byref(CPlace(*sizes, *how, *map(pointer, taken))))

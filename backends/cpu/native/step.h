@@ -16,6 +16,18 @@ static void place_token(const Place *p, int64_t row, int64_t token) {
     for (int64_t s = 0; p->valid && s < p->capacity; s++) mask[s] = valid[s] ? mask[s] : hidden;
 }
 
+int lantern_rows(int64_t rows, int64_t written, int64_t positions, int64_t capacity, const int32_t *index, const float *mask, int64_t *starts, uint8_t *seen) {
+    int count = 0;
+    for (int64_t row = 0; row < rows; row++, mask += positions) {
+        int64_t first = index[row * written], i = 0;
+        starts[row] = capacity ? first - first % capacity : first;
+        while (i < positions && mask[i] <= HIDDEN) i++;
+        seen[row] = i < positions;
+        count += seen[row];
+    }
+    return count;
+}
+
 int lantern_place(const Place *p) {
     int64_t count = p->rows * p->tokens;
 #pragma omp parallel for num_threads((int)p->threads) if (count * p->capacity > SMALL_MASK)
