@@ -57,16 +57,19 @@ class StaticTables(nn.Module):
         table = [list(c) + [0] * (tree.max_children - len(c)) for c in tree.children]
         expanded = {node: row for row, node in enumerate(tree.expanded)}
         rows = [expanded.get(node, 0) for node in range(tree.size)]
-        self.parent = constant(tree.parent)  # [M]
-        self.depth = constant(tree.depths)  # [M]
-        self.child = constant(table, torch.int32)  # [M, C]
-        self.path = constant(tree.path_table)  # [M, D + 1]
-        self.ancestors = constant(tree.ancestors)  # [M, M]
-        self.row = constant(rows)  # [M]
+        self.parent = constant([tree.parent])  # [1, M]
+        self.depth = constant([tree.depths])  # [1, M]
+        self.child = constant([table], torch.int32)  # [1, M, C]
+        self.path = constant([tree.path_table])  # [1, M, D + 1]
+        self.ancestors = constant([tree.ancestors])  # [1, M, M]
+        self.row = constant([rows])  # [1, M]
 
     def forward(self, images: int) -> TreeTables:
+        tables: Iterable[Tensor]
         tables = (self.parent, self.depth, self.child, self.path, self.ancestors, self.row)
-        return TreeTables(*(table.expand(images, *table.shape) for table in tables))
+        if images > 1:
+            tables = (table.expand(images, *table.shape[1:]) for table in tables)
+        return TreeTables(*tables)
 
 
 class JudgedNodes(nn.Module):

@@ -179,7 +179,8 @@ class Step(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         """What `Target.forward` is given for the tree, but for the caches."""
         per_row, tables, valid = self.positions.per_row, drafts.tables, state.valid
-        if self.target.decoder is not None:  # it leaves out rows that attend to nothing
+        if self.target.decoder is not None and self.spec.images > 1:
+            # It leaves out rows that attend to nothing: of images that are done
             valid = valid & per_row(length < self.prefix + self.tokens - 1)[:, None]
         column = self.positions.arange[: drafts.tokens.shape[1]]
         what = (length, tables.depth, column, tables.ancestors, state, valid)
