@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-#define LANTERN_ABI 11
+#define LANTERN_ABI 12
 
 /* Number formats: of the matrices, and of activations, caches and features. */
 #define BFLOAT16 0
