@@ -1057,18 +1057,14 @@ def test_kernel_that_is_wrong_or_fails_is_replaced(device: str) -> None:
     def broken(*args: Any) -> None:
         raise RuntimeError("no compiler")
 
-    kept = sample.triton_probs, accept.triton_walk
-    package.triton_candidates = three
-    sample.triton_probs = lambda *args: 1.1 * guided_probs(*args)
-    accept.triton_walk = broken
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(package, "triton_candidates", three)
+        patch.setattr(sample, "triton_probs", lambda *args: 1.1 * guided_probs(*args))
+        patch.setattr(accept, "triton_walk", broken)
         with pytest.warns(
             UserWarning, match="probs: .* plain one gives; walk: RuntimeError: no comp"
         ) as said:
             served = triton_kernels.__wrapped__(torch.device(device), torch.float32)
-    finally:
-        sample.triton_probs, accept.triton_walk = kept
-        package.triton_candidates = all_candidates
     assert len(said) == 1
     assert served.probs is guided_probs and served.walk is None
     assert served.sample is kernels().sample
