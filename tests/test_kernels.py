@@ -845,6 +845,20 @@ def test_no_bit_depends_on_which_warp_is_ahead(device: str, name: str) -> None:
             assert not all(map(torch.equal, outcome(kernel, calls[-1]), want))
 
 
+@pytest.mark.parametrize("name", mostly_slow(BACKENDS["cuda"].kernels, "place", "commit"))
+@on_devices
+def test_no_bit_depends_on_the_order_of_programs(device: str, name: str) -> None:
+    if device != "cpu":
+        pytest.skip("the interpreter's programs wait for each other")
+    from tests.warps import programs_backwards
+
+    kernel = getattr(kernels(), name)
+    for call, _ in checks.kernel_examples(torch.device("cpu"), torch.float32)[name]:
+        want = outcome(kernel, call)
+        with programs_backwards():
+            assert all(map(torch.equal, outcome(kernel, call), want))
+
+
 @pytest.mark.slow
 @on_devices
 def test_step_with_kernels_draws_what_the_plain_step_draws(device: str) -> None:

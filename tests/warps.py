@@ -1,4 +1,5 @@
-"""Triton programs as four warps, one ahead of the others: what a card may do, and Triton's interpreter never does.
+"""Triton programs as four warps, one ahead of the others, and launches from their end: what a card may do, and Triton's
+interpreter never does.
 
 Every warp computes the whole program, as a card's threads do with scalars and with what is replicated, and stores the
 elements that are its own, in blocks of 32 as they lie in memory. It runs until `tl.debug_barrier()`, then the next one
@@ -99,4 +100,18 @@ def warps_apart(order: Sequence[int], barriers: bool = True) -> Iterator[None]:
         patch.setattr(interpreter.GridExecutor, "__call__", launch_apart)
         patch.setattr(interpreter.InterpreterBuilder, "create_masked_store", store_own)
         patch.setattr(interpreter.InterpreterBuilder, "create_barrier", wait)
+        yield
+
+
+@contextmanager
+def programs_backwards() -> Iterator[None]:
+    """Inside, the last program of a launch runs first."""
+    place = interpreter.InterpreterBuilder.set_grid_idx
+
+    def mirrored(builder: Any, *index: int) -> None:
+        sizes = zip(builder.grid_dim, index, strict=True)
+        place(builder, *(size - 1 - i for size, i in sizes))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter.InterpreterBuilder, "set_grid_idx", mirrored)
         yield

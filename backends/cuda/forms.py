@@ -313,7 +313,8 @@ def kept_choices(machine: dict[str, str]) -> list[str]:
     lines, others = [], 0
     for file in own_cache("forms").glob("*.json"):
         with suppress(LanternError), reading(file) as saved:
-            if saved["machine"] == machine:
+            kernel = saved["product"].get("kernel")
+            if saved["machine"] == machine and kernel == checks.text_digest(*TEXTS):
                 lines.append(f"{saved['product']['name']}: {saved['form']}: {saved['why']}")
             else:
                 others += 1

@@ -364,8 +364,8 @@ def kept_verdicts(machine: Mapping[str, str]) -> list[str]:
     lines = []
     for file in own_cache("kernels").glob("*.json"):
         with suppress(LanternError), reading(file) as saved:
-            if saved["machine"] == machine:
-                about, wrong = saved["about"], saved["refused"]
+            about, wrong = saved["about"], saved["refused"]
+            if saved["machine"] == machine and about["text"] == text_digest(*TEXTS):
                 said = [f"{name} is refused: {why}" for name, why in wrong.items()]
                 sizes = ", ".join(f"{name} {about[name]}" for name in WIDTHS)
                 agree = f"{len(about['kernels']) - len(wrong)} agree"
