@@ -1143,7 +1143,7 @@ def test_memory_that_is_short_says_nothing_of_a_kernel() -> None:
 
 def test_examples_lie_on_the_card_whole() -> None:
     """Also what is worked out by hand, and the state of a commit."""
-    meta, names = torch.device("meta"), [*checks.TWINS]
+    meta, names = torch.device("meta"), BACKENDS["cuda"].kernels
     for _, (call, _) in checks.sized_examples(tiny_config(), torch.float32, names):
         given = tensors(checks.moved(call, meta))
         assert given and all(x.is_meta for x in given)

@@ -25,7 +25,7 @@ from lantern_hpu.backends.cuda.kernels.programs import FORMS, has_matrix_units
 from lantern_hpu.errors import LanternError, OutputError
 from lantern_hpu.files import own_cache, reading, write_file
 from lantern_hpu.ops.kernels import Kernels, product
-from lantern_hpu.ops.quantized import QuantizedLinear, dequantized, matrix_layers, quantized
+from lantern_hpu.ops.quantized import QuantizedLinear, dequantized, matrix_layers
 
 CUBLAS = "cublas"
 GAIN = 0.97  # of cuBLAS's time: a form that takes more is not faster, as far as can be told
@@ -145,26 +145,15 @@ class AskedProduct(NamedTuple):
     def inputs(self) -> tuple[Tensor, Tensor | None]:
         """Random rows [rows, K], and what their product [rows, N] is added to, if it is."""
         (linear, _, _, adds) = self.parts[0]
-        columns, depth = linear.weight.shape
-        return self.some(self.rows, depth), self.some(self.rows, columns) if adds else None
-
-    def some(self, *shape: int, seed: int = 0) -> Tensor:
-        like = self.parts[0].linear.weight
-        seeded = torch.Generator(like.device).manual_seed(seed)
+        like = linear.weight
         dtype = self.dtype if self.small else like.dtype
-        return torch.randn(shape, generator=seeded, device=like.device, dtype=dtype)
+        seeded = torch.Generator(like.device).manual_seed(0)
 
-    def example(self) -> tuple[Any, ...]:
-        """Random arguments of `kernels.product`, like those of the first block."""
-        linear, norm, gated, _ = self.parts[0]
-        (columns, depth) = linear.weight.shape
-        x, residual = self.inputs()
-        weight, row_scale = self.some(columns, depth, seed=1).mul_(depth**-0.5), None
-        if self.small:
-            weight, row_scale = quantized(weight)
-        bias = None if linear.bias is None else self.some(columns, seed=2)
-        scale = self.some(depth, seed=3) if norm else None
-        return x, weight, bias, scale, residual, 1e-5, gated, row_scale
+        def some(width: int) -> Tensor:
+            shape = (self.rows, width)
+            return torch.randn(shape, generator=seeded, device=like.device, dtype=dtype)
+
+        return some(linear.in_features), some(linear.out_features) if adds else None
 
 
 # ------------------------------------------------------------------------------------ choices
@@ -174,7 +163,7 @@ Choice = tuple[str, str]  # the form that serves a product, and why
 
 
 class ProductCheck:
-    """Holds forms of a product to the processor's plain twin, over the columns at both ends of the matrix."""
+    """Holds forms of a product to the processor's plain twin, over the columns at both ends of the first matrix."""
 
     def __init__(self, asked: AskedProduct, multiply: Callable[..., Tensor]) -> None:
         self.asked, self.multiply = asked, multiply
@@ -182,7 +171,7 @@ class ProductCheck:
     @cached_property
     def case(self) -> tuple[tuple[Any, ...], Tensor, Tensor]:
         """Arguments of `kernels.product`, the columns that are compared, and what they are."""
-        given = self.asked.example()
+        given = self.asked.parts[0].arguments(*self.asked.inputs())
         x, weight, bias, norm, residual, eps, gated, scale = given
         width = len(weight) // (1 + gated)
         end = torch.arange(min(width, EDGE), device=x.device)
@@ -201,12 +190,13 @@ class ProductCheck:
         if form == CUBLAS:
             return ""
         given, columns, wanted = self.case
+        largest = wanted.abs().max().clamp(min=torch.finfo(torch.float16).tiny)  # of any matrix
 
         def run() -> Tensor:
-            return self.multiply(form, *given)[..., columns]
+            return self.multiply(form, *given)[..., columns] / largest.to(columns.device)
 
         slack = checks.tolerance(wanted.dtype)
-        return checks.fault(Candidate(lambda: run, [((), [wanted])], slack))
+        return checks.fault(Candidate(lambda: run, [((), [wanted / largest])], slack))
 
 
 class Forms:

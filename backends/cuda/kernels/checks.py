@@ -283,8 +283,10 @@ def sized_examples(
             if name in names:
                 yield name, (call, outcome(TWINS[name], call))
     for name, (call, results) in worked_walks(torch.device("cpu"), sizes.vocab_size).items():
-        yield name, (call, [*results, *tensors(call)])
-    yield "commit", chained_commit(LONG_WINDOW - 1)
+        if name in names:
+            yield name, (call, [*results, *tensors(call)])
+    if "commit" in names:
+        yield "commit", chained_commit(LONG_WINDOW - 1)
 
 
 def chained_commit(drafts: int, images: int = 2) -> Example:
@@ -314,22 +316,6 @@ def chained_commit(drafts: int, images: int = 2) -> Example:
     return (*given, state, 2, last, 2 + last + 3 * nodes), [*made, *given, *left]
 
 
-def disagreeing(
-    served: Kernels, names: Sequence[str], sizes: Sizes, device: torch.device, dtype: torch.dtype
-) -> dict[str, str]:
-    """Those of the kernels that do not agree with their twins, and why."""
-    result = dict[str, str]()
-    for name, (call, wanted) in sized_examples(sizes, dtype, names):
-        if name not in names or name in result:
-            continue
-        first = wanted[0].dtype
-        slack = tolerance(first if first.is_floating_point else torch.float32)
-        example = moved(call, device), wanted
-        if why := fault(Candidate(partial(getattr, served, name), [example], slack)):
-            result[name] = why
-    return result
-
-
 def held_to_twins(
     served: Kernels,
     sizes: Sizes,
@@ -337,7 +323,7 @@ def held_to_twins(
     dtype: torch.dtype,
     machine: Mapping[str, str],
 ) -> dict[str, str]:
-    """`disagreeing` of all that are no plain ones: found once on a machine, and kept there if that is possible.
+    """Why kernels are refused, by name: found once on a machine, and kept there if that is possible.
 
     Forms of products are held to theirs where they are chosen.
     """
@@ -346,7 +332,13 @@ def held_to_twins(
     about = {"dtype": dtype_name(dtype), **widths, "kernels": names, "text": text_digest(*TEXTS)}
 
     def found() -> dict[str, str]:
-        return disagreeing(served, names, sizes, device, dtype)
+        result = dict[str, str]()
+        for name, (call, wanted) in sized_examples(sizes, dtype, names):
+            first, example = wanted[0].dtype, (moved(call, device), wanted)
+            slack = tolerance(first if first.is_floating_point else torch.float32)
+            why = fault(Candidate(partial(getattr, served, name), [example], slack))
+            result |= {name: why} if why else {}
+        return result
 
     try:
         file = own_cache("kernels") / f"{digest(about)}-{digest(machine)}.json"
