@@ -32,11 +32,11 @@ GGUF = ".gguf"
 ADAPTERS = ("adapter_config", "adapter_model", "pytorch_lora_weights")
 # Of our own folders with smaller matrices, in `model.json`
 QUANTIZED_AS = {name: {"format": name, "version": 1} for name in ("int8", "int4")}
-# Of GPTQ's layout: who writes it, the endings of its tensors, and values of `quantization_config` that are read, as
-# they are where it lacks them; the second checkpoint format has the zeros themselves, not less 1
-GPTQ = ("gptq", "auto-round", "intel/auto-round")
+# Of GPTQ's layout: the endings of its tensors, and values of `quantization_config` that are read, the first where it
+# has none; the second checkpoint format has the zeros themselves, not less 1
 GPTQ_PARTS = (".qweight", ".qzeros", ".scales", ".g_idx")
 GPTQ_KEYS: dict[str, tuple[Any, ...]] = {
+    "quant_method": ("gptq", "auto-round", "intel/auto-round"),
     "bits": (4,),
     "group_size": (128, 64, 32),
     "checkpoint_format": ("gptq", "gptq_v2"),
@@ -231,13 +231,11 @@ def gptq_in(path: Path, names: Collection[str]) -> dict[str, Any] | None:
     stated = settings_beside(path).get("quantization_config")
     if not isinstance(stated, dict) or not any(name.endswith(GPTQ_PARTS[0]) for name in names):
         return None
-    method = stated.get("quant_method")
-    if method not in GPTQ:
-        return None
     for key, known in GPTQ_KEYS.items():
         if stated.get(key, known[0]) not in known:
             why = f"{key} is {stated[key]}, where {' or '.join(map(str, known))} is read"
-            raise quantised(path, f"{method} in a way that is not read", why)
+            by = stated.get("quant_method", "GPTQ")
+            raise quantised(path, f"{by} in a way that is not read", why)
     return stated
 
 
