@@ -192,11 +192,12 @@ def test_the_same_weights_cost_nothing_and_smaller_ones_little(tmp_path: Path) -
     torch.testing.assert_close(batch_tv(whole, small, requests), want, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("form", ["int8", "int4"])
 def test_what_smaller_weights_cost_is_printed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, file = write_folder(tmp_path / "tiny"), tmp_path / "out.json"
     sizes = ["--method", "ar", "--num-images", "2", "--timed", "1", "--output", str(file)]
-    assert main(["--model", str(folder), "--quantize", "int8", *sizes]) == 0
+    assert main(["--model", str(folder), "--quantize", form, *sizes]) == 0
     found = json.loads(file.read_text())["weights"]
     assert f"TV of the next token {found['tv']:.4f}" in capsys.readouterr().out

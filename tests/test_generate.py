@@ -82,6 +82,7 @@ REPLAYS = {
     "sampling": "--num-images 3 --temperature 0.9 --top-k 12 --method auto:delta=0.2:k=4",
     "a tree of the user's own": "--method auto@mine.json",
     "weights of 8 bits": "--quantize int8",
+    "weights of 4 bits": "--quantize int4",
     "a window": "--method sjd-pac:lambda-5@9:2x3",
     "a schedule": "--method scd@9:commit=3",
     "a budget": "--method scd:tv=0.2:budget=0.7@4",
@@ -100,7 +101,7 @@ def test_an_image_is_drawn_again_from_its_file(
     last = sorted(Path("drawn").iterdir())[-1]
     known = read_png(last)
     assert known["seed"] == (42 if "--num-images" in options else 40)
-    assert known["config"]["quantize"] == ("int8" if "int8" in options else None)
+    assert known["config"]["quantize"] == (options[-4:] if "--quantize" in options else None)
     assert main(["--from-png", str(last), "--output", "again.png"]) == 0
     assert np.array_equal(pixels(last), pixels(Path("again.png")))
 

@@ -285,6 +285,8 @@ UPDATED: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
     "hpu_graph": {"device": "hpu", "graphs": "hpu_graph"},
     "hpu int8": {"device": "hpu", "graphs": "hpu_graph", "quantize": "int8"},
+    "int4": {"quantize": "int4"},
+    "hpu int4": {"device": "hpu", "graphs": "hpu_graph", "quantize": "int4"},
     "hpu compile": {"device": "hpu", "graphs": "compile"},
 }
 
