@@ -29,9 +29,8 @@ int lantern_rows(int64_t rows, int64_t written, int64_t positions, int64_t capac
 }
 
 int lantern_place(const Place *p) {
-    int64_t count = p->rows * p->tokens;
-#pragma omp parallel for num_threads((int)p->threads) if (count * p->capacity > SMALL_MASK)
-    for (int64_t i = 0; i < count; i++) place_token(p, i / p->tokens, i % p->tokens);
+#pragma omp parallel for num_threads((int)p->threads) if (p->rows * p->tokens * p->capacity > SMALL_MASK)
+    for (int64_t i = 0; i < p->rows * p->tokens; i++) place_token(p, i / p->tokens, i % p->tokens);
     return 0;
 }
 
@@ -56,8 +55,7 @@ int lantern_scale(int64_t threads, int64_t images, int64_t tokens, int64_t n, in
         int64_t image = row / tokens, k = most ? top_k[image] : n + 1;
         const float *x = logits + row * n, *u = x + rows * n;
         float *y = scaled + row * n, scale = cfg[image], temperature = heat[image];
-        for (int64_t i = 0; guided && i < n; i++) y[i] = (u[i] + scale * (x[i] - u[i])) / temperature;
-        for (int64_t i = 0; !guided && i < n; i++) y[i] = x[i] / temperature;
+        for (int64_t i = 0; i < n; i++) y[i] = (guided ? u[i] + scale * (x[i] - u[i]) : x[i]) / temperature;
         float least_kept = k <= most ? largest(y, n, k) : -INFINITY;
         for (int64_t i = 0; k <= most && i < n; i++) y[i] = y[i] < least_kept ? -INFINITY : y[i];
     }
@@ -68,15 +66,12 @@ int lantern_race(int64_t threads, int64_t rows, int64_t n, const float *probs, c
 #pragma omp parallel for num_threads((int)threads) if (rows > 1)
     for (int64_t row = 0; row < rows; row++) {
         const float *p = probs + row * n, *e = noise + row * n;
-        float best[LANES_OF_SUM], most;
-        int64_t i = 0;
-        for (int k = 0; k < LANES_OF_SUM; k++) best[k] = -INFINITY;
-        for (; i + LANES_OF_SUM <= n; i += LANES_OF_SUM)
-            for (int k = 0; k < LANES_OF_SUM; k++) best[k] = p[i + k] * e[i + k] > best[k] ? p[i + k] * e[i + k] : best[k];
-        for (most = best[0]; i < n; i++) most = p[i] * e[i] > most ? p[i] * e[i] : most;
-        for (int k = 1; k < LANES_OF_SUM; k++) most = best[k] > most ? best[k] : most;
-        for (i = 0; i < n - 1 && p[i] * e[i] != most; i++);
-        tokens[row] = (int32_t)i;
+        float most = -INFINITY;
+        int64_t token = 0;
+#pragma omp simd reduction(max : most)
+        for (int64_t i = 0; i < n; i++) most = p[i] * e[i] > most ? p[i] * e[i] : most;
+        while (token < n - 1 && p[token] * e[token] != most) token++;
+        tokens[row] = (int32_t)token;
     }
     return 0;
 }
