@@ -549,6 +549,7 @@ def test_pickles_are_refused_where_torch_cannot_hold_them(
 # ------------------------------------------------------------------------------------ keys of config.json
 
 # Of each checkpoint: its section of the network that draws
+ALIKE = ("janus-pro-hub", "anole-hub")  # the keys of another one, elsewhere
 NETWORKS = {
     "llamagen-t2i-512": "",
     "anole": "",
@@ -623,7 +624,10 @@ def test_rotary_positions_of_other_kinds_are_refused(public: Path, about: dict[s
     check_keys(stored, {"rope_scaling": {"type": "default", "factor": 1.0}}, LLAMA)
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) if name in ALIKE else name for name in NETWORKS],
+)
 def test_every_key_of_config_json_is_read_or_refused(
     public: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -72,7 +72,6 @@ def test_rules_that_ask_for_q_are_recorded_and_draw_the_tokens_of_the_cpu(
 QUICK = [
     ("ar", "hpu_graph", "1.19"),
     ("lantern++", "hpu_graph", "1.24"),
-    ("sjd-pac", "hpu_graph", "1.24"),
 ]
 CELLS = [
     *QUICK,

@@ -119,7 +119,6 @@ BACKENDS: dict[str, dict[str, Any]] = {
 CASES = [(setting, name) for name in BACKENDS for setting in SETTINGS]
 QUICK = [(several[0], "native") for several in LOSSLESS.values()]
 QUICK += [
-    ("eagle@deep_7", "native"),
     ("scd@4:commit=1", "native"),
     ("ar", "hpu_graph"),
 ]

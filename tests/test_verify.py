@@ -485,7 +485,7 @@ def test_failure_that_is_no_cut_leaves_the_question_open(
         question.answer("ar")
 
 
-@pytest.mark.parametrize("method", mostly_slow(METHODS, "ar"))
+@pytest.mark.parametrize("method", mostly_slow(METHODS))
 def test_wrong_products_of_matrices_are_refuted_by_the_tokens(
     model: Path, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
