@@ -432,3 +432,12 @@ def test_each_decoder_takes_the_activations_of_its_model(dtype: torch.dtype) -> 
     assert target.decoder.format < native.INTEGERS
     formats = {drafter.decoder.format, cast(Any, drafter.fc).format}
     assert formats == {small}
+
+
+@needs_native
+@pytest.mark.parametrize(("layout", "mixed"), [("all blocks", False), ("a part of qkv", True)])
+def test_layers_of_floats_and_of_integers_are_not_called_together(
+    layout: str, mixed: bool, public: Path, tmp_path: Path
+) -> None:
+    packed, _ = write_gptq(layout, public, tmp_path)
+    assert ("some are not" in native.why_unsupported(loaded(packed).stepping)) == mixed

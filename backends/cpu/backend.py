@@ -194,7 +194,7 @@ class CPUPlan(DevicePlan):
         if why_plain:
             layers = (layer for module in modules for layer in module.modules())
             if any(isinstance(layer, QuantizedLinear) for layer in layers):
-                why_plain += "; each product widens its 8-bit matrix first, which takes time"
+                why_plain += "; each product widens its quantised matrix first, which takes time"
             self.decided["layout"] = f"plain: {why_plain}"
             return replace(self, layout="plain")
         self.decided["layout"] = f"native: {native.isa()}"

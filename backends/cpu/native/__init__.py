@@ -420,6 +420,10 @@ def why_unsupported(modules: Sequence[nn.Module]) -> str:
     found, why = open_library()
     if found is None:
         return why
+    for module in modules:
+        linears = [part for block in blocks_of(module) for part in linears_of(block)]
+        if len({isinstance(part, QuantizedLinear) for part in linears}) > 1:
+            return "some matrices of its layers are quantised, and some are not"
     for block in (block for module in modules for block in blocks_of(module)):
         sizes = (
             ("width", block.ffn.down.out_features, LANES),
