@@ -45,7 +45,7 @@ from lantern_hpu.ops.quantized import QuantizedLinear, plain_layer, replace_laye
 # Forms of a device's own as operators of torch.
 #
 # An operator is one call that compilers and recordings need not look into. Its results are new tensors; those that
-# write into a cache, `rotate_into` and `native_decode`, say so in their schema. It has no backward: the plain forms of
+# write into a cache, `attend` and `native_decode`, say so in their schema. It has no backward: the plain forms of
 # `ops.kernels` serve where a gradient is wanted. (`torch.library.custom_op` would load torch's compiler at import.)
 
 LIBRARY = Library("lantern_hpu", "FRAGMENT")

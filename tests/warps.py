@@ -30,6 +30,7 @@ class Turns:
     def __init__(self, order: Sequence[int]) -> None:
         self.waiting = deque(order)
         self.given = {warp: Semaphore(0) for warp in order}
+        self.returned: list[Any] = []  # by the program's atomics
 
     def give(self) -> None:
         if self.waiting:
@@ -58,7 +59,7 @@ class Program:
 
         def run(warp: int) -> None:
             turns.given[warp].acquire()
-            self.here.warp, self.here.turns = warp, turns
+            self.here.warp, self.here.turns, self.here.atomics = warp, turns, 0
             try:
                 self.function(**given)
             except Exception as error:
@@ -87,6 +88,7 @@ def store_own(builder: Any, places: Any, values: Any, mask: Any, *hints: Any) ->
 def warps_apart(order: Sequence[int], barriers: bool = True) -> Iterator[None]:
     """Inside, warps run in this order from barrier to barrier; without barriers, to their ends."""
     launch = interpreter.GridExecutor.__call__
+    atomic = interpreter.InterpreterBuilder.create_atomic_rmw
 
     def launch_apart(grid: Any, *given: Any, **named: Any) -> None:
         grid.fn = Program(grid.fn, order)
@@ -96,7 +98,17 @@ def warps_apart(order: Sequence[int], barriers: bool = True) -> Iterator[None]:
         if barriers:
             Program.here.turns.wait(Program.here.warp)
 
+    def once(builder: Any, *given: Any) -> Any:
+        """An atomic of one number is the first thread's, and all wait for what it returns."""
+        here = Program.here
+        if here.warp == 0:
+            here.turns.returned.append(atomic(builder, *given))
+        here.turns.wait(here.warp)
+        here.atomics += 1
+        return here.turns.returned[here.atomics - 1]
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter.InterpreterBuilder, "create_atomic_rmw", once)
         patch.setattr(interpreter.GridExecutor, "__call__", launch_apart)
         patch.setattr(interpreter.InterpreterBuilder, "create_masked_store", store_own)
         patch.setattr(interpreter.InterpreterBuilder, "create_barrier", wait)

@@ -193,7 +193,6 @@ class Positions(nn.Module):
         self.positions = constant(arange32(size))  # [S]
         self.row_start = constant(arange32(spec.rows) * size)  # [R]
         self.causal = constant(causal_mask(width))
-        self.no_angles = constant(torch.zeros(size, 2, 1))  # [S, 2, 1]
         self.arange = constant(arange32(max(width, tree.size, tree.max_children)))
 
     def per_row(self, x: Tensor) -> Tensor:
@@ -233,14 +232,10 @@ class Positions(nn.Module):
         rotary = self.rotary
         offset = offset if offset.dim() == 2 else offset.expand(images, -1)
         table = table if table.dim() == 3 else table.expand(images, -1, -1)
-        pads = state.pads if rotary.rule == "1d" else None
-        several = rotary.rule == "mrope"  # of several axes: their angles are in no one table
-        angles = self.no_angles if several else rotary.table
+        pads = None if rotary.counts_pads else state.pads
+        angles = rotary.table
         what = (start, offset, column, table, valid, pads, angles, self.positions, self.row_start)
-        rope, mask, index = self.place_in_rows(*what, state.dtype)
-        if several:
-            rope = self.rope(self.per_row(start[:, None] + offset), state)
-        return rope, mask, index
+        return self.place_in_rows(*what, state.dtype, rotary.axes, rotary.sections)
 
     def entry_index(self, rows: Tensor, width: int) -> Tensor:
         """Storage indices of the first `width` positions of some rows [RA]: [RA * width]."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,15 @@ from torch import Tensor, nn
 
 from lantern_hpu.models.config import DrafterConfig, TransformerConfig
 from lantern_hpu.ops.buffers import constant
-from lantern_hpu.ops.kernels import PLAIN, CacheWrite, Kernels, rotate_into
+from lantern_hpu.ops.kernels import (
+    PLAIN,
+    CacheWrite,
+    HeadNorms,
+    Kernels,
+    angles_at,
+    head_norm,
+    rotate_into,
+)
 from lantern_hpu.ops.kv_cache import GrowingCache, KVCache, LayerCache, WrittenCache
 
 
@@ -70,45 +78,32 @@ def rope_axes(config: TransformerConfig, positions: int) -> Tensor:
     return torch.cat(axes, 1)[:, :positions].int()
 
 
-class Axis(nn.Module):
-    """One axis of "mrope": where positions stand on it, and the angles of its frequencies there."""
-
-    def __init__(self, place: Tensor, table: Tensor) -> None:
-        super().__init__()
-        self.place, self.table = constant(place), constant(table)
-
-    def forward(self, position: Tensor, length: Tensor) -> Tensor:
-        """[R, T] of prompts that take `length` [R] positions: [R, T, 2, frequencies]."""
-        return self.table[(self.place[position] + length[:, None]).clamp(min=0)]
-
-
 class Rotary(nn.Module):
     """Cosines and sines at the first `positions` of left-padded sequences; where text is 1-D, pads do not count."""
 
     def __init__(self, config: TransformerConfig, positions: int) -> None:
         super().__init__()
-        self.rule, self.prefix = config.rope, config.prefix
-        if self.rule != "mrope":
-            self.table = constant(rope_table(config, positions))
-            return
-        axes = rope_axes(config, positions)  # [3, positions]
-        first, second, _ = config.rope_sections
-        table = rope_table(config, config.prefix + int(axes.max()) + 1)
-        parts = table.split([first, second, table.shape[-1] - first - second], -1)
-        self.axes: Any = nn.ModuleList(Axis(*pair) for pair in zip(axes, parts, strict=True))
+        self.counts_pads = config.rope == "2d"
+        axes = None
+        self.sections: tuple[int, ...] = ()  # pairs of features that go with each axis
+        if config.rope == "mrope":
+            axes = rope_axes(config, positions) + config.prefix
+            positions = int(axes.max()) + 1
+            first, second, _ = config.rope_sections
+            self.sections = (first, second, config.head_dim // 2 - first - second)
+        # [3, positions], of a prompt without pads
+        self.axes = None if axes is None else constant(axes)
+        self.table = constant(rope_table(config, positions))
 
     def forward(self, position: Tensor, pads: Tensor) -> Tensor:
         """[R, T] of rows with `pads` [R]: [R, T, 2, hd / 2] float32."""
-        if self.rule == "mrope":
-            return torch.cat([axis(position, self.prefix - pads) for axis in self.axes], -1)
-        if self.rule == "1d":
-            position = (position - pads[:, None]).clamp(min=0)
-        return self.table[position]
+        counted = None if self.counts_pads else pads
+        return angles_at(self.table, position, counted, self.axes, self.sections)
 
     def at(self, axes: Tensor) -> Tensor:
         """At places on the axes of "mrope" [R, 3, T]: [R, T, 2, hd / 2] float32."""
-        pairs = zip(self.axes, axes.unbind(1), strict=True)
-        return torch.cat([axis.table[at] for axis, at in pairs], -1)
+        parts = zip(self.table.split(self.sections, -1), axes.unbind(1), strict=True)
+        return torch.cat([part[at] for part, at in parts], -1)
 
 
 class RMSNorm(nn.Module):
@@ -125,12 +120,34 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.kernels.rms_norm(x, self.weight, self.eps)
 
-    def add(self, x: Tensor, more: Tensor) -> tuple[Tensor, Tensor]:
+    def add(self, x: Tensor, more: Unnormed) -> tuple[Tensor, Tensor]:
         """x + more, and its norm."""
-        if self.kernels.add_norm is not None:
-            return self.kernels.add_norm(x, more, self.weight, self.eps)
-        x = x + more
-        return x, self(x)
+        if self.kernels.add_norm is None:
+            x = x + finished(more)
+            return x, self(x)
+        if isinstance(more, Sandwiched):
+            given = x, more.features, self.weight, self.eps, more.norm.weight
+            return self.kernels.add_norm(*given)
+        return self.kernels.add_norm(x, more, self.weight, self.eps)
+
+
+class Sandwiched(NamedTuple):
+    """What a part of a block returns, before the norm behind it: the next norm takes both and the sum at once."""
+
+    features: Tensor  # [R, T, H]
+    norm: RMSNorm
+
+
+Unnormed = Tensor | Sandwiched
+
+
+def finished(more: Unnormed) -> Tensor:
+    """With the norm behind it, where it has one."""
+    return more.norm(more.features) if isinstance(more, Sandwiched) else more
+
+
+def unnormed(norm: nn.Module, features: Tensor) -> Unnormed:
+    return Sandwiched(features, norm) if isinstance(norm, RMSNorm) else features
 
 
 class HeadNorm(nn.Module):
@@ -140,13 +157,13 @@ class HeadNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(heads, head_dim))
         self.bias = nn.Parameter(torch.zeros(heads, head_dim))
+        self.eps = 1e-5
 
     def forward(self, x: Tensor) -> Tensor:  # [R, T, heads, hd]
-        normed = F.layer_norm(x.float(), x.shape[-1:], eps=1e-5)
-        return (normed * self.weight.float() + self.bias.float()).to(x.dtype)
+        return head_norm(x, self.weight, self.bias, self.eps)
 
 
-def head_norm(config: TransformerConfig, kernels: Kernels, heads: int) -> nn.Module:
+def make_head_norm(config: TransformerConfig, kernels: Kernels, heads: int) -> Any:
     """What queries or keys [R, T, heads, hd] pass before they are rotated."""
     if config.qk_norm == "rms":
         return RMSNorm(config, kernels, config.head_dim)
@@ -161,12 +178,11 @@ class SelfAttention(nn.Module):
         self.heads, self.kv, self.head_dim = config.heads, config.kv, config.head_dim
         self.interleaved = config.rope_pairs == "interleaved"
         self.kernels = kernels
-        self.rotate_into = kernels.rotate_into or partial(rotate_into, rotate=kernels.rotate)
         rows = (self.heads + 2 * self.kv) * self.head_dim
         self.qkv = nn.Linear(config.dim, rows, bias=config.qkv_bias)
         self.out = nn.Linear(self.heads * self.head_dim, config.dim, bias=False)
-        self.q_norm = head_norm(config, kernels, self.heads)
-        self.k_norm = head_norm(config, kernels, self.kv)
+        self.q_norm = make_head_norm(config, kernels, self.heads)
+        self.k_norm = make_head_norm(config, kernels, self.kv)
 
     def forward(
         self,
@@ -191,21 +207,32 @@ class SelfAttention(nn.Module):
         """What is between the two products: [R, T, h hd]."""
         heads = heads.unflatten(-1, (-1, self.head_dim))
         q, k, v = heads.split([self.heads, self.kv, self.kv], dim=2)
-        q, k, how = self.q_norm(q), self.k_norm(k), (rope, self.interleaved)
+        how, attend = (rope, self.interleaved), self.kernels.attend
+        own_keys = isinstance(cache, WrittenCache)  # a prefix attends to itself alone
+        if attend and isinstance(cache, LayerCache) and index is not None and not own_keys:
+            write = CacheWrite(*cache.prepare_write(), index, source)
+            mixed = attend(q, k, v, *how, write, mask, self.norms())
+            return mixed.transpose(1, 2).flatten(2)
+        q, k = self.q_norm(q), self.k_norm(k)
         if not isinstance(cache, LayerCache) or index is None:
             q, k = self.kernels.rotate(q, *how), self.kernels.rotate(k, *how)
             if isinstance(cache, GrowingCache):
                 k, v = cache.append(k, v)
         else:
             write = CacheWrite(*cache.prepare_write(), index, source)
-            if self.kernels.attend is not None and not isinstance(cache, WrittenCache):
-                mixed = self.kernels.attend(q, k, v, *how, write, mask)
-                return mixed.transpose(1, 2).flatten(2)
-            q = self.rotate_into(q, k, v, *how, write)
+            q = rotate_into(q, k, v, *how, write, self.kernels.rotate)
             k, v = cache.read()
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         mixed = self.kernels.attention(q, k, v, mask)  # [R, heads, T, hd]
         return mixed.transpose(1, 2).flatten(2)
+
+    def norms(self) -> HeadNorms | None:
+        """Those of each head's queries and keys."""
+        q, k = self.q_norm, self.k_norm
+        if isinstance(q, nn.Identity):
+            return None
+        biases = getattr(q, "bias", None), getattr(k, "bias", None)
+        return HeadNorms(q.weight, k.weight, *biases, q.eps)
 
 
 class FeedForward(nn.Module):
@@ -261,22 +288,22 @@ class Block(nn.Module):
         words: Tensor | None = None,  # [R, T] bool; None: all are image tokens
     ) -> Tensor:
         x, more = self.residual(x, None, rope, mask, cache, index, source, words=words)
-        return x if more is None else x + more
+        return x if more is None else x + finished(more)
 
     def residual(
-        self, x: Tensor, more: Tensor | None, *attended: Any, words: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+        self, x: Tensor, more: Unnormed | None, *attended: Any, words: Tensor | None
+    ) -> tuple[Tensor, Unnormed | None]:
         """`forward` of x + more, as two tensors whose sum it is: the next norm adds them."""
         if self.fused is not None and words is None and self.fused.serves(x):
             result: tuple[Tensor, Tensor | None] = self.fused(self, x, more, *attended)
             return result
         x, normed = norm_of_sum(self.attention_norm, x, more)
         mixed = self.attention(normed, *attended)
-        x, normed = norm_of_sum(self.ffn_norm, x, self.attention_post_norm(mixed))
+        x, normed = norm_of_sum(self.ffn_norm, x, unnormed(self.attention_post_norm, mixed))
         fed = self.ffn(normed)
         if self.word_ffn is not None and words is not None:
             fed = torch.where(words[..., None], self.word_ffn(normed), fed)
-        return x, self.ffn_post_norm(fed)
+        return x, unnormed(self.ffn_post_norm, fed)
 
     def last_scales(self) -> tuple[Tensor, Tensor]:
         """The last weights that attention and SwiGLU pass; where they are zero, the block adds nothing."""
@@ -285,11 +312,11 @@ class Block(nn.Module):
         return last[0].weight, last[1].weight
 
 
-def norm_of_sum(norm: nn.Module, x: Tensor, more: Tensor | None) -> tuple[Tensor, Tensor]:
+def norm_of_sum(norm: nn.Module, x: Tensor, more: Unnormed | None) -> tuple[Tensor, Tensor]:
     """x + more, and its norm, which may be none."""
     if more is not None and isinstance(norm, RMSNorm):
         return norm.add(x, more)
-    x = x if more is None else x + more
+    x = x if more is None else x + finished(more)
     return x, norm(x)
 
 
@@ -384,7 +411,7 @@ class Target(nn.Module):
             kept = None if cache is None else cache.layers[layer]
             x, more = block.residual(x, more, rope, mask, kept, index, source, words=words)
             if layer in aux_layers:
-                x, more = x if more is None else x + more, None
+                x, more = x if more is None else x + finished(more), None
                 aux.append(x)
         _, normed = norm_of_sum(self.norm, x, more)
         return torch.cat([normed, *aux], -1) if aux else normed

@@ -31,9 +31,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
 
 
-def add_norm(x: Tensor, more: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x + more, and its norm."""
-    x = x + more
+def add_norm(
+    x: Tensor, more: Tensor, weight: Tensor, eps: float, behind: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """x + more, and its norm; with `behind` [H] more passes a norm of that weight first."""
+    x = x + (more if behind is None else rms_norm(more, behind, eps))
     return x, rms_norm(x, weight, eps)
 
 
@@ -51,6 +53,25 @@ def rotate(x: Tensor, rope: Tensor, interleaved: bool) -> Tensor:
         return torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2)
     first, second = x.chunk(2, -1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+def head_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Norm over each head's features, x [R, T, heads, hd]: LayerNorm with weights and biases [heads, hd]; without
+    biases by root mean square, with one weight [hd] for all heads."""
+    if bias is None:
+        return rms_norm(x, weight, eps)
+    normed = F.layer_norm(x.float(), x.shape[-1:], eps=eps)
+    return (normed * weight.float() + bias.float()).to(x.dtype)
+
+
+class HeadNorms(NamedTuple):
+    """What queries and keys pass before they are rotated; see `head_norm`."""
+
+    q_weight: Tensor
+    k_weight: Tensor
+    q_bias: Tensor | None
+    k_bias: Tensor | None
+    eps: float
 
 
 class CacheWrite(NamedTuple):
@@ -106,13 +127,41 @@ def attend(
     interleaved: bool,
     write: CacheWrite,
     mask: Tensor,
-    rotate_into: RotateInto = rotate_into,
+    norms: HeadNorms | None = None,
+    rotate: Callable[[Tensor, Tensor, bool], Tensor] = rotate,
     attention: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = attention,
 ) -> Tensor:
-    """`rotate_into`, then attention to what the cache holds: [R, h, T, hd]."""
-    q, shape = rotate_into(q, k, v, rope, interleaved, write), (len(q), -1)
+    """Norms of queries and keys, `rotate_into`, then attention to what the cache holds: [R, h, T, hd]."""
+    if norms is not None:
+        q = head_norm(q, norms.q_weight, norms.q_bias, norms.eps)
+        k = head_norm(k, norms.k_weight, norms.k_bias, norms.eps)
+    q, shape = rotate_into(q, k, v, rope, interleaved, write, rotate), (len(q), -1)
     keys, values = (x.unflatten(0, shape).transpose(1, 2) for x in write[:2])
     return attention(q.transpose(1, 2), keys, values, mask)
+
+
+def angles_at(
+    angles: Tensor,
+    position: Tensor,
+    pads: Tensor | None,
+    axes: Tensor | None = None,
+    sections: Sequence[int] = (),
+) -> Tensor:
+    """Cosines and sines at cache positions [R, T]: [R, T, 2, hd / 2].
+
+    Args:
+        angles: [places, 2, hd / 2].
+        pads: [R], positions that do not count; None: all count.
+        axes, sections: where positions stand on three axes [3, positions], and the pairs of features that go with each;
+            without them they stand on one, at their own number.
+    """
+    if axes is None:
+        if pads is not None:
+            position = (position - pads[:, None]).clamp(min=0)
+        return angles[position]
+    assert pads is not None
+    parts = zip(axes, angles.split(list(sections), -1), strict=True)
+    return torch.cat([x[(axis[position] - pads[:, None]).clamp(min=0)] for axis, x in parts], -1)
 
 
 # Where the new tokens of a pass are: rope [R, T, 2, hd / 2], additive mask [R, 1, T, S], cache index [R * T] int32
@@ -130,6 +179,8 @@ def place_tokens(
     slot: Tensor,
     row_start: Tensor,
     dtype: torch.dtype,
+    axes: Tensor | None = None,
+    sections: Sequence[int] = (),
 ) -> Placed:
     """Where T new tokens of each image are; they attend to all positions before `start`, and to others by a table.
 
@@ -138,7 +189,7 @@ def place_tokens(
         offset: [B, T] int32, how far behind `start` their rotary positions are. column: [T] int32, those in the cache.
         table: [B, T, X] bool, which of the positions from `start` on they attend to.
         valid: [R, S] bool, positions that may be attended to; None: all. slot: [S] int32, 0, 1, ...
-        pads: [R] int32, positions that do not count for the angles; None: all count.
+        pads, axes, sections: see `angles_at`; int32.
         angles: [positions, 2, hd / 2] float32. dtype: of angles and mask.
     """
 
@@ -146,9 +197,7 @@ def place_tokens(
         return torch.cat([x, x]) if len(row_start) > len(start) else x
 
     begin = per_row(start)[:, None]  # [R, 1]
-    position = begin + per_row(offset)  # [R, T]
-    if pads is not None:
-        position = (position - pads[:, None]).clamp(min=0)
+    rope = angles_at(angles, begin + per_row(offset), pads, axes, sections)
     behind, width = slot - begin, table.shape[-1]  # [R, S]
     inside = (behind >= 0) & (behind < width)
     where = behind.clamp(0, width - 1)[:, None].expand(-1, table.shape[1], -1)
@@ -156,7 +205,7 @@ def place_tokens(
     mask = (behind < 0)[:, None] | (local & inside[:, None])
     mask = mask if valid is None else mask & valid[:, None]
     index = (row_start[:, None] + begin).add(column).flatten()
-    return angles[position].to(dtype), additive_mask(mask, dtype), index
+    return rope.to(dtype), additive_mask(mask, dtype), index
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -212,13 +261,14 @@ class Sizes(Protocol):
     def tokens(self) -> int: ...
     @property
     def parameters(self) -> int: ...
+    @property
+    def qk_norm(self) -> bool | str: ...
 
 
-# Queries, keys and values, then how they turn, their write, and the mask [R, 1, T, S] -> [R, h, T, hd]
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor, bool, CacheWrite, Tensor], Tensor]
+# Queries, keys and values, then how they turn, their write, the mask [R, 1, T, S] and their norms -> [R, h, T, hd]
+Attend = Callable[..., Tensor]
 # Those of `product`, and by name the form of a device's own that is to serve
 Product = Callable[..., Tensor]
-RotateInto = Callable[[Tensor, Tensor, Tensor, Tensor, bool, CacheWrite], Tensor]
 
 
 class Walk(Protocol):
@@ -299,7 +349,7 @@ def probs_out(logits: Tensor, *given: Any) -> Tensor:
 
 def placed_out(start: Tensor, offset: Tensor, *given: Any) -> Placed:
     """Of `place_tokens`."""
-    *_, angles, slot, row_start, dtype = given
+    *_, angles, slot, row_start, dtype = given[:8]
     rows, tokens = len(row_start), offset.shape[1]
     rope = angles.new_empty(rows, tokens, *angles.shape[1:], dtype=dtype)
     mask = angles.new_empty(rows, 1, tokens, len(slot), dtype=dtype)
@@ -326,11 +376,12 @@ class Kernels:
     attention: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = attention
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
     rotate: Callable[[Tensor, Tensor, bool], Tensor] = rotate
-    # x [.., H], what is added to it, weight [H], eps -> the sum and its norm
-    add_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] | None = None
+    # x [.., H], what is added to it, weight [H], eps, weight [H] of a norm before -> the sum and its norm
+    add_norm: Callable[..., tuple[Tensor, Tensor]] | None = None
     swiglu: Callable[[Tensor], Tensor] = swiglu
-    rotate_into: RotateInto | None = None
-    attend: Attend | None = None  # `rotate_into`, then attention over the whole cache
+    attend: Attend | None = (
+        None  # norms, rotation and the write, then attention over the whole cache
+    )
     place: Callable[..., Placed] = place_tokens
     probs: Callable[[Tensor, SamplingParams, bool, int, bool, bool], Tensor] = sampling.guided_probs
     sample: Callable[[Tensor, Tensor], Tensor] = sampling.sample

@@ -94,12 +94,9 @@ def floor(model: ModelConfig, passes: StepPasses, rows: int, rates: Rates) -> Fl
 
 
 # Kernels of a captured step on CUDA, in parts; `lantern_lab.measure.launches` counts the whole, and a test compares
-LAYER, LONG_LAYER = 8, 10  # of a layer; of one whose cache is longer than this
-LONG = 512
+LAYER = 8  # of a layer
+LONG, FEW = 512, 32  # one more where a cache is longer, and heads that share keys have more queries
 PLAIN_STEP, DRAFTED, DRAFT_PASS = 12, 24, 17  # of `ar`; what drafts add; of a pass of the drafter
-HEAD_NORMS = {False: 0, True: 14, "rms": 2}  # of a layer, by what its heads pass
-BEHIND = 2  # of a layer: norms behind its parts
-AXES = 26  # of angles on three axes
 RULED, RULED_DRAFTS = 10, 53  # of a picture's grammar; over the drafts of a window
 LARGE, PLAIN_SAMPLER = 65536, 25  # tokens that one program holds; of what serves beyond them
 
@@ -111,12 +108,12 @@ SMALLEST = 20e6  # bytes, below which a product takes no less time
 def launches(config: TransformerConfig, passes: StepPasses) -> int:
     """About how many kernels a step launches on CUDA; not for dynamic trees, whose tables are many more."""
     positions = config.prefix + config.tokens + passes.verify.tokens
-    layer = LAYER if positions <= LONG else LONG_LAYER
-    layer += HEAD_NORMS[config.qk_norm] + BEHIND * config.sandwich_norms
+    queries = passes.verify.tokens * config.heads // config.kv
+    layer = LAYER + (positions > LONG and queries > FEW)
     drafted = DRAFTED * (passes.verify.tokens > 1) + DRAFT_PASS * len(passes.draft)
     if config.row_ends:
         drafted += RULED + RULED_DRAFTS * (passes.verify.tokens > 1)
-    drafted += AXES * (config.rope == "mrope") + PLAIN_SAMPLER * (config.vocab_size > LARGE)
+    drafted += PLAIN_SAMPLER * (config.vocab_size > LARGE)
     return config.layers * layer + PLAIN_STEP + drafted
 
 

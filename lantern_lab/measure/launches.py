@@ -139,6 +139,9 @@ def engine_of(config: ModelConfig, method: str, images: int = 1) -> Engine:
 @torch.no_grad()
 def count_step(engine: Engine) -> Counter[str]:
     """Kernels of one step by name."""
+    from lantern_hpu.backends.cuda.kernels.attention import counters
+
+    counters(engine.target.device, 0)  # made in the run before a recording
     launches = Launches()
     with launches.counting():
         engine.step_function(engine.state)

@@ -22,6 +22,7 @@ from lantern_hpu.ops.kernels import (
     Kernels,
     Placed,
     kept_out,
+    place_tokens,
     placed_out,
     probs_out,
     tokens_out,
@@ -117,8 +118,7 @@ def walked(
     " Tensor angles, Tensor slot, Tensor row_start, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
     placed_out,
 )
-def native_place(*given: Any) -> Placed:
-    """See `lantern_hpu.ops.kernels.place_tokens`."""
+def place_on_one_axis(*given: Any) -> Placed:
     *tensors, dtype = given
     inputs: list[Any] = [None if x is None else x.contiguous() for x in tensors]
     start, offset, column, table, valid, pads, angles, slot, row_start = inputs
@@ -129,6 +129,13 @@ def native_place(*given: Any) -> Placed:
     taken = (start, offset, column, row_start, table, valid, pads, angles, rope, mask, index)
     call("lantern_place", byref(CPlace(*sizes, *how, *map(pointer, taken))))
     return rope.to(dtype), mask.to(dtype), index
+
+
+def native_place(*given: Any) -> Placed:
+    """See `lantern_hpu.ops.kernels.place_tokens`; of three axes it is the plain form."""
+    *what, axes, _ = given
+    placed: Placed = place_on_one_axis(*what) if axes is None else place_tokens(*given)
+    return placed
 
 
 @operator(

@@ -21,7 +21,7 @@ from lantern_hpu.errors import LanternError
 from lantern_hpu.files import own_cache, reading, write_file
 from lantern_hpu.ops import kernels, sampling
 from lantern_hpu.ops.buffers import additive_mask
-from lantern_hpu.ops.kernels import CacheWrite, Kernels, Sizes
+from lantern_hpu.ops.kernels import CacheWrite, HeadNorms, Kernels, Sizes
 from lantern_hpu.ops.sampling import SamplingParams
 
 TWINS: dict[str, Callable[..., Any]] = {
@@ -31,7 +31,6 @@ TWINS: dict[str, Callable[..., Any]] = {
     "add_norm": kernels.add_norm,
     "rotate": kernels.rotate,
     "swiglu": kernels.swiglu,
-    "rotate_into": kernels.rotate_into,
     "place": kernels.place_tokens,
     "probs": sampling.guided_probs,
     "sample": sampling.sample,
@@ -83,6 +82,7 @@ class SmallSizes(NamedTuple):
     prefix: int = 8
     tokens: int = 16
     parameters: int = 0
+    qk_norm: bool | str = True
 
 
 LONG, WIDE = SmallSizes(prefix=500), SmallSizes(heads=2, kv=1, head_dim=128, prefix=200)
@@ -92,7 +92,7 @@ def kernel_examples(device: torch.device, dtype: torch.dtype) -> dict[str, list[
     """Small calls of each kernel on a device, with what comes of its plain twin on the CPU."""
     calls = [*sized_calls(SmallSizes(), dtype, 1), *sized_calls(SmallSizes(), dtype, 3)]
     more = (*sized_calls(LONG, dtype, 3), *sized_calls(WIDE, dtype, 58))
-    calls += [(name, call) for name, call in more if name == "attention"]
+    calls += [(name, call) for name, call in more if name in ("attention", "attend")]
     # Those that `tl.dot` multiplies are held to theirs by themselves, where one is asked for
     few = [name for name, form in FORMS.items() if form.kernel == "multiply_add"]
     calls += [("product", multiplied(name, dtype)) for name in few]
@@ -146,17 +146,24 @@ def sized_calls(sizes: Sizes, dtype: torch.dtype, tokens: int) -> Iterator[tuple
     q, k, v = some(2, tokens, h + 2 * kv, hd).split([h, kv, kv], 2)
     keys, values = (part.unflatten(0, (2, -1)).transpose(1, 2) for part in write[:2])
     yield "attention", (q.transpose(1, 2), keys, values, mask)
-    yield "attend", (q, k, v, rope, not several, write, mask)
-    yield "rotate_into", (q, k, v, rope, not several, write)
+    norms = None
+    if sizes.qk_norm == "rms":
+        norms = HeadNorms(some(hd), some(hd), None, None, 1e-5)
+    elif sizes.qk_norm:
+        norms = HeadNorms(some(h, hd), some(kv, hd), some(h, hd), some(kv, hd), 1e-5)
+    yield "attend", (q, k, v, rope, not several, write, mask, norms)
     yield "rotate", (q, rope, not several)
     x, norm = some(2, tokens, sizes.dim), some(sizes.dim)
     yield "rms_norm", (x, norm, 1e-5)
     yield "rms_norm", (q, some(hd), 1e-5)  # of heads, in a product of more
-    yield "add_norm", (x, some(2, tokens, sizes.dim), norm, 1e-5)
+    yield "add_norm", (x, some(2, tokens, sizes.dim), norm, 1e-5, norm if several else None)
     yield "swiglu", (some(2, tokens, 2 * sizes.ffn_dim),)
     tree, table = torch.ones(1, tokens, tokens).tril().bool(), some(slots, 2, hd // 2).float()
     counted = (seen[:, 0].contiguous(), pads) if several else (None, None)
-    yield "place", (start, new[None], new, tree, *counted, table, slot, rows, dtype)
+    placed = (start, new[None], new, tree, *counted, table, slot, rows, dtype)
+    yield "place", placed
+    if several:
+        yield "place", (*placed, slot.expand(3, -1) % 7, (1, 2, hd // 2 - 3))
     images, most = (1, min(50, vocabulary)) if several else (2, 0)
     one = torch.ones(images)
     chosen = SamplingParams(3 * one, 0.7 * one, (50 * one).int(), one, one < 0)
@@ -171,8 +178,8 @@ def moved(call: Sequence[Any], device: torch.device) -> tuple[Any, ...]:
     def move(value: Any) -> Any:
         if isinstance(value, SamplingParams):
             return SamplingParams(*(getattr(value, f.name).to(device) for f in fields(value)))
-        if isinstance(value, CacheWrite):
-            return CacheWrite(*map(move, value))
+        if isinstance(value, CacheWrite | HeadNorms):
+            return type(value)(*map(move, value))
         if isinstance(value, tuple):
             return tuple(map(move, value))
         return value.to(device) if isinstance(value, Tensor) else value
@@ -269,7 +276,7 @@ def worked_walks(device: torch.device, vocabulary: int = 5) -> dict[str, Example
 # ------------------------------------------------------------------------- in the sizes of a model
 
 WINDOW, LONG_WINDOW = 17, 49  # tokens of a pass; more than a warp has threads
-WIDTHS = ("dim", "heads", "kv", "head_dim", "ffn_dim", "vocab_size", "prefix", "tokens")
+WIDTHS = ("dim", "heads", "kv", "head_dim", "ffn_dim", "vocab_size", "prefix", "tokens", "qk_norm")
 # Files on which the answer depends
 TEXTS = ("accept", "attention", "checks", "forward", "programs", "sample")
 

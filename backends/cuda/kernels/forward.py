@@ -17,13 +17,11 @@ from torch import Tensor
 from lantern_hpu.backends.base import operator
 from lantern_hpu.backends.cuda.kernels.programs import EXACTLY, block_of, packed, warps
 from lantern_hpu.ops.kernels import (
-    CacheWrite,
     Placed,
     add_norm,
     placed_out,
     rms_norm,
     rotate,
-    rotate_into,
     swiglu,
 )
 
@@ -39,6 +37,7 @@ def rms_norm_kernel(
     weight,  # [H]
     out,  # [n, H]
     more,  # [n, H], to be added to x before; None: nothing
+    behind,  # [H], the weight of a norm that `more` passes first; None: it passes none
     total,  # [n, H], for that sum
     eps,
     H: tl.constexpr,
@@ -51,6 +50,10 @@ def rms_norm_kernel(
     value = tl.load(x + start + index, mask=there, other=0.0)
     if more is not None:  # the sum is rounded, as torch does it
         added = tl.load(more + start + index, mask=there, other=0.0).to(tl.float32)
+        if behind is not None:
+            scale = tl.load(behind + index, mask=there, other=0.0).to(tl.float32)
+            size = tl.math.rsqrt(tl.sum(added * added, 0) / H + eps)
+            added = (added * size * scale).to(value.dtype).to(tl.float32)
         value = (value.to(tl.float32) + added).to(value.dtype)
         tl.store(total + start + index, value, mask=there)
     value = value.to(tl.float32)
@@ -64,7 +67,7 @@ def like_x(x: Tensor, *others: Any) -> Tensor:
 
 
 def normed(x: Tensor, weight: Tensor, eps: float, *sums: Tensor | None) -> Tensor:
-    """`sums` are what is added to x, and room for the sum."""
+    """`sums` are what is added to x, the weight of a norm that it passes before, and room for the sum."""
     out = like_x(x)
     width = x.shape[-1]
     block = block_of(width)
@@ -84,16 +87,18 @@ def normed(x: Tensor, weight: Tensor, eps: float, *sums: Tensor | None) -> Tenso
 
 @operator("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", like_x)
 def launch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return normed(x, weight, eps, None, None)
+    return normed(x, weight, eps, None, None, None)
 
 
 @operator(
-    "add_norm(Tensor x, Tensor more, Tensor weight, float eps) -> (Tensor, Tensor)",
+    "add_norm(Tensor x, Tensor more, Tensor weight, float eps, Tensor? behind) -> (Tensor, Tensor)",
     lambda x, *others: (like_x(x), like_x(x)),
 )
-def launch_add_norm(x: Tensor, more: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def launch_add_norm(
+    x: Tensor, more: Tensor, weight: Tensor, eps: float, behind: Tensor | None
+) -> tuple[Tensor, Tensor]:
     total = like_x(x)
-    return total, normed(x, weight, eps, more.contiguous(), total)
+    return total, normed(x, weight, eps, more.contiguous(), behind, total)
 
 
 def triton_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -103,43 +108,62 @@ def triton_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return launch_rms_norm(x, weight, eps)
 
 
-def triton_add_norm(x: Tensor, more: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def triton_add_norm(
+    x: Tensor, more: Tensor, weight: Tensor, eps: float, behind: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """`kernels.add_norm`; mixed dtypes, as under autocast, stay plain."""
     if torch.is_grad_enabled() or x.dtype != more.dtype:
-        return add_norm(x, more, weight, eps)
-    return launch_add_norm(x, more, weight, eps)
+        return add_norm(x, more, weight, eps, behind)
+    return launch_add_norm(x, more, weight, eps, behind)
 
 
 @triton.jit
-def turn(
-    source,  # [heads, 2 PAIRS], as far apart as the step says
-    angles,  # [2, PAIRS]
-    goal,  # [heads, 2 PAIRS]
-    head_step,
-    heads,
+def scaled(x, mean, size, weight, bias, place, there):
+    """The last part of a norm: x [n, features] by weights at places [n, features]."""
+    result = (x - mean) * size * tl.load(weight + place, mask=there, other=0.0).to(tl.float32)
+    if bias is not None:
+        result += tl.load(bias + place, mask=there, other=0.0).to(tl.float32)
+    return result
+
+
+@triton.jit
+def turned(
+    x,  # [n, 1], where vectors of 2 PAIRS begin
+    angles,  # [n, 1] or one for all, where their [2, PAIRS] begin
+    feature,  # [1, BLOCK]
+    there,  # [n, BLOCK]
+    head,  # [n, 1] or one for all, whose they are
+    weight,  # of the norm that they pass before; None: they pass none
+    bias,  # of each head, as the weights are then; None: the norm is by root mean square, one for all heads
+    eps,
     PAIRS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    BLOCK_PAIRS: tl.constexpr,
 ):
-    """The heads of one token. Each product is rounded to their dtype, as torch does it."""
-    head = tl.arange(0, BLOCK_HEADS)[:, None]
-    pair = tl.arange(0, BLOCK_PAIRS)[None, :]
-    there = (head < heads) & (pair < PAIRS)
-    first = 2 * pair if INTERLEAVED else pair
-    apart = 1 if INTERLEAVED else PAIRS
-    source += head * head_step + first
-    goal += head * (2 * PAIRS) + first
-    cos = tl.load(angles + pair, mask=pair < PAIRS, other=0.0).to(tl.float32)
-    sin = tl.load(angles + PAIRS + pair, mask=pair < PAIRS, other=0.0).to(tl.float32)
-    a = tl.load(source, mask=there, other=0.0)
-    b = tl.load(source + apart, mask=there, other=0.0)
-    dtype = a.dtype
-    a, b = a.to(tl.float32), b.to(tl.float32)
-    turned = (a * cos).to(dtype).to(tl.float32) - (b * sin).to(dtype).to(tl.float32)
-    tl.store(goal, turned, mask=there)
-    turned = (b * cos).to(dtype).to(tl.float32) + (a * sin).to(dtype).to(tl.float32)
-    tl.store(goal + apart, turned, mask=there)
+    """Rotated vectors [n, BLOCK]. Norm and products are rounded to their dtype, as torch does it."""
+    if INTERLEAVED:
+        pair, second, partner = feature // 2, feature % 2, feature ^ 1
+    else:
+        pair, second = feature % PAIRS, feature // PAIRS
+        partner = (feature + PAIRS) % (2 * PAIRS)
+    cos = tl.load(angles + pair, mask=there, other=0.0).to(tl.float32)
+    sin = tl.load(angles + PAIRS + pair, mask=there, other=0.0).to(tl.float32)
+    own = tl.load(x + feature, mask=there, other=0.0)
+    dtype = own.dtype
+    own = own.to(tl.float32)
+    other = tl.load(x + partner, mask=there, other=0.0).to(tl.float32)
+    if weight is not None:
+        vector, mean = 0, 0.0
+        if bias is not None:
+            vector = head * (2 * PAIRS)
+            mean = tl.sum(own, 1)[:, None] / (2 * PAIRS)
+        apart = tl.where(there, own - mean, 0.0)
+        size = tl.math.rsqrt(tl.sum(apart * apart, 1)[:, None] / (2 * PAIRS) + eps)
+        own = scaled(own, mean, size, weight, bias, vector + feature, there)
+        other = scaled(other, mean, size, weight, bias, vector + partner, there)
+        own, other = own.to(dtype).to(tl.float32), other.to(dtype).to(tl.float32)
+    other = (other * sin).to(dtype).to(tl.float32)
+    kept = (own * cos).to(dtype).to(tl.float32)
+    return (kept + tl.where(second == 1, other, -other)).to(dtype)
 
 
 @triton.jit
@@ -155,12 +179,16 @@ def rotate_kernel(
     PAIRS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
-    BLOCK_PAIRS: tl.constexpr,
+    BLOCK_HD: tl.constexpr,
 ):
+    """One program a token."""
     place = tl.program_id(0).to(tl.int64)
-    source = x + (place // T) * row_step + (place % T) * token_step
-    angles, goal = rope + place * (2 * PAIRS), out + place * heads * (2 * PAIRS)
-    turn(source, angles, goal, head_step, heads, PAIRS, INTERLEAVED, BLOCK_HEADS, BLOCK_PAIRS)
+    head, feature = tl.arange(0, BLOCK_HEADS)[:, None], tl.arange(0, BLOCK_HD)[None, :]
+    there = (head < heads) & (feature < 2 * PAIRS)
+    x += (place // T) * row_step + (place % T) * token_step + head * head_step
+    angles = rope + place * (2 * PAIRS)
+    vector = turned(x, angles, feature, there, head, None, None, 0.0, PAIRS, INTERLEAVED)
+    tl.store(out + (place * heads + head) * (2 * PAIRS) + feature, vector, mask=there)
 
 
 @operator("rotate(Tensor x, Tensor rope, bool interleaved) -> Tensor", like_x)
@@ -179,8 +207,8 @@ def launch_rotate(x: Tensor, rope: Tensor, interleaved: bool) -> Tensor:
         PAIRS=width // 2,
         INTERLEAVED=interleaved,
         BLOCK_HEADS=block_of(heads),
-        BLOCK_PAIRS=block_of(width // 2),
-        num_warps=warps(block_of(heads) * block_of(width // 2)),
+        BLOCK_HD=block_of(width),
+        num_warps=warps(block_of(heads) * block_of(width)),
         **EXACTLY,
     )
     return out
@@ -191,122 +219,6 @@ def triton_rotate(x: Tensor, rope: Tensor, interleaved: bool) -> Tensor:
     if torch.is_grad_enabled() or x.dtype != rope.dtype:
         return rotate(x, rope, interleaved)
     return launch_rotate(x, rope, interleaved)
-
-
-@triton.jit
-def rotate_into_kernel(
-    q,  # [R, T, heads, 2 PAIRS]
-    k,  # [R, T, kv, 2 PAIRS]
-    v,  # [R, T, kv, 2 PAIRS]
-    rope,  # [R, T, 2, PAIRS]
-    out,  # [R, T, heads, 2 PAIRS]
-    keys,  # [rows, kv, 2 PAIRS]
-    values,  # [rows, kv, 2 PAIRS]
-    index,  # [R * (D + T)], where they go: what moves, then the new ones
-    moved_keys,  # [R, D, kv, 2 PAIRS]
-    moved_values,  # [R, D, kv, 2 PAIRS]
-    D,
-    q_row,  # steps of q, k and v, which may be parts of a wider tensor
-    q_token,
-    q_head,
-    k_row,
-    k_token,
-    k_head,
-    v_row,
-    v_token,
-    v_head,
-    T,
-    heads,
-    kv,
-    PAIRS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    BLOCK_KV: tl.constexpr,
-    BLOCK_PAIRS: tl.constexpr,
-):
-    """One program a token, and one for each that moves."""
-    place = tl.program_id(0).to(tl.int64)
-    row, token = place // (D + T), place % (D + T) - D
-    kept = tl.load(index + place).to(tl.int64) * kv * (2 * PAIRS)
-    head = tl.arange(0, BLOCK_KV)[:, None]
-    feature = tl.arange(0, 2 * BLOCK_PAIRS)[None, :]
-    there = (head < kv) & (feature < 2 * PAIRS)
-    if token < 0:
-        old = (row * D + token + D) * kv * (2 * PAIRS) + head * (2 * PAIRS) + feature
-        goal = kept + head * (2 * PAIRS) + feature
-        tl.store(keys + goal, tl.load(moved_keys + old, mask=there), mask=there)
-        tl.store(values + goal, tl.load(moved_values + old, mask=there), mask=there)
-        return
-    place = row * T + token
-    q += row * q_row + token * q_token
-    k += row * k_row + token * k_token
-    v += row * v_row + token * v_token
-    angles, out = rope + place * (2 * PAIRS), out + place * heads * (2 * PAIRS)
-    turn(q, angles, out, q_head, heads, PAIRS, INTERLEAVED, BLOCK_HEADS, BLOCK_PAIRS)
-    turn(k, angles, keys + kept, k_head, kv, PAIRS, INTERLEAVED, BLOCK_KV, BLOCK_PAIRS)
-    value = tl.load(v + head * v_head + feature, mask=there)
-    tl.store(values + kept + head * (2 * PAIRS) + feature, value, mask=there)
-
-
-@operator(
-    "rotate_into(Tensor q, Tensor k, Tensor v, Tensor rope, bool interleaved, Tensor(a!) keys,"
-    " Tensor(b!) values, Tensor index, Tensor? source) -> Tensor",
-    like_x,
-)
-def launch_rotate_into(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rope: Tensor,
-    interleaved: bool,
-    keys: Tensor,
-    values: Tensor,
-    index: Tensor,
-    source: Tensor | None,
-) -> Tensor:
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    out = like_x(q)
-    rows, tokens, heads, width = q.shape
-    kv, count = k.shape[2], 0 if source is None else source.numel() // rows
-    # Gathered before anything is written; without any, no program looks at them.
-    moved = (
-        (keys, values) if source is None else (x.index_select(0, source) for x in (keys, values))
-    )
-    rotate_into_kernel[(rows * (count + tokens),)](
-        q,
-        k,
-        v,
-        rope.contiguous(),
-        out,
-        keys,
-        values,
-        index.contiguous(),
-        *moved,
-        count,
-        *(step for x in (q, k, v) for step in x.stride()[:3]),
-        tokens,
-        heads,
-        kv,
-        PAIRS=width // 2,
-        INTERLEAVED=interleaved,
-        BLOCK_HEADS=block_of(heads),
-        BLOCK_KV=block_of(kv),
-        BLOCK_PAIRS=block_of(width // 2),
-        num_warps=warps(block_of(heads) * block_of(width // 2)),
-        **EXACTLY,
-    )
-    return out
-
-
-def triton_rotate_into(
-    q: Tensor, k: Tensor, v: Tensor, rope: Tensor, interleaved: bool, write: CacheWrite
-) -> Tensor:
-    """`kernels.rotate_into`, into a contiguous cache; mixed dtypes stay plain."""
-    kept = (write.keys, write.values)
-    assert all(x.is_contiguous() for x in kept)
-    if torch.is_grad_enabled() or len({x.dtype for x in (q, k, v, rope, *kept)}) > 1:
-        return rotate_into(q, k, v, rope, interleaved, write)
-    return launch_rotate_into(q, k, v, rope, interleaved, *write)
 
 
 # ----------------------------------------------------------------------------------------- SwiGLU
@@ -363,6 +275,7 @@ def place_kernel(
     table,  # [B, T, X]
     valid,  # [R, S]; None: all are
     pads,  # [R], positions that do not count; None: all do
+    axes,  # [3, positions] where positions stand on three axes; None: on one
     angles,  # [positions, HD]
     rope,  # [R, T, HD]
     mask,  # [R, T, S]
@@ -370,9 +283,12 @@ def place_kernel(
     offset_image,  # steps, as images may share a table
     offset_token,
     table_image,
+    axis_step,
     B,
     X,
     S,
+    FIRST,  # pairs that go with the first axis
+    SECOND,  # and with the second
     HD: tl.constexpr,
     FLOOR: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -384,9 +300,13 @@ def place_kernel(
     begin = tl.load(start + image)
     tl.store(index + place, row * S + begin + tl.load(column + token))
     position = begin + tl.load(offset + image * offset_image + token * offset_token)
+    feature = tl.arange(0, BLOCK_HD)
+    if axes is not None:
+        pair = feature % (HD // 2)
+        axis = (pair >= FIRST).to(tl.int32) + (pair >= FIRST + SECOND).to(tl.int32)
+        position = tl.load(axes + axis * axis_step + position)
     if pads is not None:
         position = tl.maximum(position - tl.load(pads + row), 0)
-    feature = tl.arange(0, BLOCK_HD)
     angle = tl.load(angles + position * HD + feature, mask=feature < HD, other=0.0)
     tl.store(rope + place * HD + feature, angle, mask=feature < HD)
     slot = tl.arange(0, BLOCK_S)
@@ -401,12 +321,14 @@ def place_kernel(
 
 @operator(
     "place(Tensor start, Tensor offset, Tensor column, Tensor table, Tensor? valid, Tensor? pads, Tensor angles,"
-    " Tensor slot, Tensor row_start, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
+    " Tensor slot, Tensor row_start, ScalarType dtype, Tensor? axes=None, int[] sections=[])"
+    " -> (Tensor, Tensor, Tensor)",
     placed_out,
 )
 def triton_place(*given: Any) -> Placed:
     """See `lantern_hpu.ops.kernels.place_tokens`."""
-    start, offset, column, table, valid, pads, angles, slot, row_start, dtype = given
+    start, offset, column, table, valid, pads, angles, slot, row_start, dtype, *several = given
+    axes, (first, second, *_) = several or (None, (0, 0))
     made, table, width = placed_out(*given), packed(table), angles[0].numel()
     block = block_of(len(slot))
     place_kernel[(len(row_start), len(column))](
@@ -416,13 +338,17 @@ def triton_place(*given: Any) -> Placed:
         table,
         valid,
         pads,
+        axes,
         angles,
         *made,
         *offset.stride(),
         table.stride(0),
+        0 if axes is None else axes.stride(0),
         len(start),
         table.shape[-1],
         len(slot),
+        first,
+        second,
         HD=width,
         FLOOR=torch.finfo(dtype).min,
         BLOCK_S=block,
