@@ -276,10 +276,6 @@ def counters(device: torch.device, stream: int) -> Tensor:
     return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
 
-def stream_of(x: Tensor) -> int:
-    return torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
-
-
 def attended(
     q: Tensor,
     k: Tensor,
@@ -313,7 +309,8 @@ def attended(
         parts = q.new_empty(rows, tokens, heads, splits, width, dtype=torch.float32)
         sizes = q.new_empty(rows, tokens, heads, splits, dtype=torch.float32)
         if tokens * share * splits <= MOST_PARTS and rows * tiles * kv <= COUNTERS:
-            arrived = counters(q.device, stream_of(q))
+            stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
+            arrived = counters(q.device, stream)
     attention_kernel[(kv, tiles * splits, rows)](
         q,
         k,

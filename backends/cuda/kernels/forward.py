@@ -66,46 +66,38 @@ def like_x(x: Tensor, *others: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def normed(x: Tensor, weight: Tensor, eps: float, *sums: Tensor | None) -> Tensor:
-    """`sums` are what is added to x, the weight of a norm that it passes before, and room for the sum."""
-    out = like_x(x)
-    width = x.shape[-1]
+@operator(
+    "norm(Tensor x, Tensor weight, float eps, Tensor? more, Tensor? behind) -> (Tensor, Tensor)",
+    lambda x, *others: (like_x(x), like_x(x)),
+)
+def launch_norm(
+    x: Tensor, weight: Tensor, eps: float, more: Tensor | None, behind: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The sum of x and more, which means nothing without more, and its norm."""
+    total, out, width = like_x(x), like_x(x), x.shape[-1]
     block = block_of(width)
     rms_norm_kernel[(x.numel() // width,)](
         x.contiguous(),
         weight.contiguous(),
         out,
-        *sums,
+        None if more is None else more.contiguous(),
+        behind,
+        total,
         eps,
         H=width,
         BLOCK=block,
         num_warps=warps(block),
         **EXACTLY,
     )
-    return out
-
-
-@operator("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", like_x)
-def launch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return normed(x, weight, eps, None, None, None)
-
-
-@operator(
-    "add_norm(Tensor x, Tensor more, Tensor weight, float eps, Tensor? behind) -> (Tensor, Tensor)",
-    lambda x, *others: (like_x(x), like_x(x)),
-)
-def launch_add_norm(
-    x: Tensor, more: Tensor, weight: Tensor, eps: float, behind: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    total = like_x(x)
-    return total, normed(x, weight, eps, more.contiguous(), behind, total)
+    return total, out
 
 
 def triton_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`kernels.rms_norm`: x [..., H] in any dtype, weight [H]."""
     if torch.is_grad_enabled():
         return rms_norm(x, weight, eps)
-    return launch_rms_norm(x, weight, eps)
+    normed: Tensor = launch_norm(x, weight, eps, None, None)[1]
+    return normed
 
 
 def triton_add_norm(
@@ -114,7 +106,8 @@ def triton_add_norm(
     """`kernels.add_norm`; mixed dtypes, as under autocast, stay plain."""
     if torch.is_grad_enabled() or x.dtype != more.dtype:
         return add_norm(x, more, weight, eps, behind)
-    return launch_add_norm(x, more, weight, eps, behind)
+    result: tuple[Tensor, Tensor] = launch_norm(x, weight, eps, more, behind)
+    return result
 
 
 @triton.jit
