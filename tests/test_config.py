@@ -337,13 +337,15 @@ def test_auto_says_what_it_took_and_why(change: dict[str, Any], setting: str, wh
 def test_a_processor_takes_ar_for_small_models_and_a_window_for_large_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A longer one only where the native decoder multiplies bfloat16: with AVX2 or 8 bits it was slower than `ar`."""
-    for isa, window in (("avx512_bf16", 5), ("avx2", 2), ("", 2)):
+    """A longer one only where its rows cost little: with AVX2 or 8 bits it was slower than `ar`."""
+    table = (("avx512_amx", 16, 7), ("avx512_bf16", 5, 2), ("avx2", 2, 2), ("", 2, 2))
+    for isa, window, quantized in table:
         monkeypatch.setattr(native, "isa", lambda isa=isa: isa)
         processor = get_backend("cpu")
         assert processor.drafting_defaults(10**8 - 1).method == "ar"
         assert processor.drafting_defaults(10**8) == DraftingDefaults("scd", window, False)
-        assert processor.drafting_defaults(10**8, "int8") == DraftingDefaults("scd", 2, False)
+        small = DraftingDefaults("scd", quantized, False)
+        assert processor.drafting_defaults(10**8, "int8") == small
 
 
 def test_a_resolved_setting_is_not_resolved_again() -> None:

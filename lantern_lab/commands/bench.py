@@ -29,6 +29,7 @@ from lantern_lab.measure.options import (
     USUAL,
     BenchRequest,
     has_long_steps,
+    large,
 )
 from lantern_lab.measure.reports import show_report
 from lantern_lab.measure.rows import speed_tables
@@ -108,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         import_s = time.perf_counter() - began
         with closing(open_pipeline(wanted)) as pipeline:
             if has_long_steps(pipeline):
-                wanted = bench_request(args, LARGE)
+                wanted = bench_request(args, large(pipeline))
             report = run_bench(pipeline, wanted, given, import_s)
         show_report(report, speed_tables(report), args.output, args.force)
 

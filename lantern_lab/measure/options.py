@@ -49,6 +49,13 @@ def has_long_steps(pipeline: LanternPipeline) -> bool:
     return parameters >= LARGE_PARAMETERS and not pipeline.drafting_defaults.idle_arithmetic
 
 
+def large(pipeline: LanternPipeline) -> dict[str, str]:
+    """`LARGE`, and the device's own window where it is a longer one."""
+    own = f"scd@{pipeline.drafting_defaults.window}"
+    methods = LARGE["methods"]
+    return LARGE if own in methods.split(",") else {**LARGE, "methods": f"{methods},{own}"}
+
+
 # ------------------------------------------------------------------------------------ bench
 
 

@@ -5,10 +5,10 @@
 Each program runs in a process of its own, with the same sizes, random bfloat16 weights (or those of 8 or 4 bits that
 its name says), two rows (guidance), 300 positions known of each, and logits of all tokens. They take turns, as a
 shared machine's speed drifts, and the least of all steps counts; what a program does to forget the step before is not
-timed. This package is measured limited to AVX2, too. The others come into environments of their own, which are made
-where they are missing: `torch` with `transformers`; `llama-cpp-python` with `gguf`, which is compiled for this
-processor; and `optimum-intel`, which exports transformers' model to OpenVINO. One that cannot be installed or run is
-left out, and said.
+timed. This package is measured limited to lesser instruction sets, too. The others come into environments of their
+own, which are made where they are missing: `torch` with `transformers`; `llama-cpp-python` with `gguf`, which is
+compiled for this processor; and `optimum-intel`, which exports transformers' model to OpenVINO. One that cannot be
+installed or run is left out, and said.
 """
 
 from __future__ import annotations
@@ -32,11 +32,16 @@ PACKAGES = {
     "llama.cpp": ("numpy", "gguf", "llama-cpp-python"),
     "openvino": ("torch==2.13.0", "optimum-intel"),
 }
-# This package, and what limits it
-OWN: dict[str, dict[str, str]] = {
-    "lantern_hpu": {},
-    "lantern_hpu int8": {},
-    "lantern_hpu on AVX2": {"ATEN_CPU_CAPABILITY": "avx2"},
+# This package, and the instruction set that it is limited to; one that the processor lacks is left out
+OWN = {
+    "lantern_hpu": "",
+    "lantern_hpu int8": "",
+    "lantern_hpu int4": "",
+    "lantern_hpu without tiles": "avx512_bf16",
+    "lantern_hpu int8 without tiles": "avx512_vnni",
+    "lantern_hpu int4 without tiles": "avx512_vnni",
+    "lantern_hpu int8 without VNNI": "avx512",
+    "lantern_hpu on AVX2": "avx2",
 }
 
 
@@ -65,7 +70,8 @@ def least_ms(
 # ------------------------------------------------------------------------------------ the programs
 
 
-def own(int8: bool) -> dict[int, float]:
+def own(form: str) -> dict[int, float]:
+    """With bfloat16 weights, or such of `int8` or `int4`."""
     import torch
     from torch import nn
 
@@ -81,8 +87,8 @@ def own(int8: bool) -> dict[int, float]:
         target = Target(config).to(torch.bfloat16).requires_grad_(False)
         for weight in target.parameters():
             weight.normal_(std=0.02)
-        if int8:
-            replace_layers(target, nn.Linear, quantized_layer)
+        if form:
+            replace_layers(target, nn.Linear, partial(quantized_layer, form=form))
         native.pack_model([target])
     cache = KVCache.allocate(
         LAYERS, ROWS, CAPACITY, HEADS, WIDTH // HEADS, torch.bfloat16, torch.device("cpu"), True
@@ -278,7 +284,8 @@ def measure(name: str, environment: Path) -> dict[str, float]:
             subprocess.run([sys.executable, "-m", "venv", environment / program], check=True)
         subprocess.run([python, "-m", "pip", "install", "-q", *PACKAGES[program]], check=True)
     command = [python, __file__, "--peer", name, "--environment", str(environment)]
-    there = {**os.environ, **OWN.get(name, {})}
+    limit = OWN.get(name, "")
+    there = {**os.environ, "LANTERN_HPU_ISA": limit} if limit else None
     said = subprocess.run(command, env=there, check=True, stdout=subprocess.PIPE, text=True).stdout
     found: dict[str, float] = json.loads(said.splitlines()[-1])
     return found
@@ -296,9 +303,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.peer:
         peer = PEERS.get(args.peer)
-        found = own("int8" in args.peer) if peer is None else peer(args.environment / "llama")
+        words = args.peer.split()
+        form = next((word for word in words if word in ("int8", "int4")), "")
+        found = own(form) if peer is None else peer(args.environment / "llama")
         print(json.dumps(found))
         return 0
+    from lantern_hpu.backends import host
+    from lantern_hpu.backends.cpu import native
+
     result: dict[str, dict[str, float]] = {}
     for name in args.only.split(",") * args.turns:
         try:
@@ -308,7 +320,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             continue
         result[name] = {n: min(ms, result.get(name, now)[n]) for n, ms in now.items()}
         print(name, " ".join(f"{ms:.1f}" for ms in now.values()), flush=True)
-    args.output.write_text(json.dumps({"ms": result, "counts": COUNTS}, indent=1) + "\n")
+    processor = {"processor": host.processor_name(), "native_decoder": native.isa()}
+    report = {**processor, "ms": result, "counts": COUNTS}
+    args.output.write_text(json.dumps(report, indent=1) + "\n")
     return 0
 
 

@@ -108,7 +108,8 @@ def candidates(pipeline: LanternPipeline, setting: Setting) -> list[DraftTree]:
     """Windows of each width that fits, or of the longest; else the named trees, the small ones where steps are long."""
     rule = METHODS[setting.method].rule
     if rule is None:
-        most = TUNE_LARGE["max_nodes"] if has_long_steps(pipeline) else inf
+        few = max(TUNE_LARGE["max_nodes"], pipeline.drafting_defaults.window + 1)
+        most = few if has_long_steps(pipeline) else inf
         return [tree for tree in map(load_static, NAMED) if tree.size <= most]
     idle = pipeline.drafting_defaults.idle_arithmetic
     longest = pipeline.model.target.config.tokens - 1
