@@ -86,6 +86,7 @@ class SmallSizes(NamedTuple):
 
 
 LONG, WIDE = SmallSizes(prefix=500), SmallSizes(heads=2, kv=1, head_dim=128, prefix=200)
+SHARED = SmallSizes(kv=1, prefix=500)  # more queries than one program brings together
 
 
 def kernel_examples(device: torch.device, dtype: torch.dtype) -> dict[str, list[Example]]:
@@ -93,6 +94,7 @@ def kernel_examples(device: torch.device, dtype: torch.dtype) -> dict[str, list[
     calls = [*sized_calls(SmallSizes(), dtype, 1), *sized_calls(SmallSizes(), dtype, 3)]
     more = (*sized_calls(LONG, dtype, 3), *sized_calls(WIDE, dtype, 58))
     calls += [(name, call) for name, call in more if name in ("attention", "attend")]
+    calls += [pair for pair in sized_calls(SHARED, dtype, 17) if pair[0] == "attention"]
     # Those that `tl.dot` multiplies are held to theirs by themselves, where one is asked for
     few = [name for name, form in FORMS.items() if form.kernel == "multiply_add"]
     calls += [("product", multiplied(name, dtype)) for name in few]
