@@ -17,7 +17,10 @@
 #include <immintrin.h>
 #include <omp.h>
 
+#define RECENT (__GNUC__ >= 11)  /* compilers that know AVX-VNNI and tiles */
+#if RECENT
 #include "tiles.h"
+#endif
 
 typedef uint16_t half;
 typedef uint32_t word __attribute__((may_alias));
@@ -119,32 +122,22 @@ static const float HIDDEN = -1e30f;  /* an additive mask hides a position by les
 #define BY_PARITY(x) __builtin_shuffle(x, (__typeof__(x)){0, 2, 1, 3, 4, 6, 5, 7})
 #define ISA avx2
 #define ADD_PAIRS(sum, a, b) MM(add_epi32)(sum, MM(madd_epi16)(a, b))
-#define FORMAT BFLOAT16
-#include "kernels.h"
-#define FORMAT FLOAT16
-#include "kernels.h"
-#define FORMAT FLOAT32
-#include "kernels.h"
-#define FORMAT INTEGERS
-#include "kernels.h"
-#define FORMAT INTEGERS_FLOAT32
-#include "kernels.h"
+#include "all_formats.h"
 #include "sampling.h"
 #include "step.h"
 #undef ISA
 #undef ADD_PAIRS
 
+#if RECENT
 #pragma GCC push_options
 #pragma GCC target("avxvnni")
 #define ISA avx2_vnni
 #define ADD_PAIRS MM(dpwssd_avx_epi32)
-#define FORMAT INTEGERS
-#include "kernels.h"
-#define FORMAT INTEGERS_FLOAT32
-#include "kernels.h"
+#include "integer_formats.h"
 #pragma GCC pop_options
 #undef ISA
 #undef ADD_PAIRS
+#endif
 #undef LANES
 #undef V
 #undef MM
@@ -157,26 +150,14 @@ static const float HIDDEN = -1e30f;  /* an additive mask hides a position by les
 #define BY_PARITY(x) __builtin_shuffle(x, (__typeof__(x)){0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15})
 #define ISA avx512
 #define ADD_PAIRS(sum, a, b) MM(add_epi32)(sum, MM(madd_epi16)(a, b))
-#define FORMAT BFLOAT16
-#include "kernels.h"
-#define FORMAT FLOAT16
-#include "kernels.h"
-#define FORMAT FLOAT32
-#include "kernels.h"
-#define FORMAT INTEGERS
-#include "kernels.h"
-#define FORMAT INTEGERS_FLOAT32
-#include "kernels.h"
+#include "all_formats.h"
 #undef ISA
 #undef ADD_PAIRS
 
 #pragma GCC target("avx512vnni")
 #define ISA avx512_vnni
 #define ADD_PAIRS MM(dpwssd_epi32)
-#define FORMAT INTEGERS
-#include "kernels.h"
-#define FORMAT INTEGERS_FLOAT32
-#include "kernels.h"
+#include "integer_formats.h"
 #undef ISA
 #undef PAIRS
 
@@ -190,6 +171,7 @@ static const float HIDDEN = -1e30f;  /* an additive mask hides a position by les
 #undef ISA
 #undef TILES
 
+#if RECENT
 #ifndef PLAIN_TILES
 #pragma GCC target("amx-tile,amx-bf16,amx-int8")
 #endif
@@ -197,10 +179,8 @@ static const float HIDDEN = -1e30f;  /* an additive mask hides a position by les
 #define TILES 1
 #define FORMAT BFLOAT16
 #include "kernels.h"
-#define FORMAT INTEGERS
-#include "kernels.h"
-#define FORMAT INTEGERS_FLOAT32
-#include "kernels.h"
+#include "integer_formats.h"
+#endif
 #pragma GCC pop_options
 
 /* ---------------------------------------------------------------- which of them */
@@ -209,11 +189,15 @@ static const struct {
     const char *name;
     const Kernels *formats[5];
 } SETS[] = {
+#if RECENT
     {"avx512_amx", {&kernels_avx512_amx_0, &kernels_avx512_1, &kernels_avx512_2, &kernels_avx512_amx_3, &kernels_avx512_amx_4}},
+#endif
     {"avx512_bf16", {&kernels_avx512_bf16_0, &kernels_avx512_1, &kernels_avx512_2, &kernels_avx512_bf16_3, &kernels_avx512_vnni_4}},
     {"avx512_vnni", {&kernels_avx512_0, &kernels_avx512_1, &kernels_avx512_2, &kernels_avx512_vnni_3, &kernels_avx512_vnni_4}},
     {"avx512", {&kernels_avx512_0, &kernels_avx512_1, &kernels_avx512_2, &kernels_avx512_3, &kernels_avx512_4}},
+#if RECENT
     {"avx2_vnni", {&kernels_avx2_0, &kernels_avx2_1, &kernels_avx2_2, &kernels_avx2_vnni_3, &kernels_avx2_vnni_4}},
+#endif
     {"avx2", {&kernels_avx2_0, &kernels_avx2_1, &kernels_avx2_2, &kernels_avx2_3, &kernels_avx2_4}},
 };
 enum { SET_COUNT = sizeof(SETS) / sizeof(SETS[0]) };
@@ -221,8 +205,8 @@ static int chosen = -1;
 
 /* Whether processor and system have tiles of bfloat16 and of integers, and this process may use them. */
 static int has_tiles(void) {
-#ifdef PLAIN_TILES
-    return 1;
+#if defined(PLAIN_TILES) || !RECENT
+    return RECENT;
 #else
     enum { OSXSAVE = 1 << 27, TILES_OF_ALL = 1 << 22 | 1 << 24 | 1 << 25, KEPT_BY_THE_SYSTEM = 3 << 17 };
     unsigned a, b, c, d, kept, high;
