@@ -171,7 +171,10 @@ def test_places_lie_inside_their_images(tmp_path: Path, method: str) -> None:
 
 
 def test_the_same_weights_cost_nothing_and_smaller_ones_little(tmp_path: Path) -> None:
-    """A follower reads what the other engine draws: any other token would change what comes behind it."""
+    """A follower reads what the other engine draws: any other token would change what comes behind it.
+
+    The native decoder's integers take inputs of 16 bits, torch's form floats.
+    """
     folder = str(write_folder(tmp_path / "tiny"))
     whole, same = (LanternPipeline.from_pretrained(folder) for _ in range(2))
     small = LanternPipeline.from_pretrained(folder, quantize="int8")
@@ -189,7 +192,7 @@ def test_the_same_weights_cost_nothing_and_smaller_ones_little(tmp_path: Path) -
     )
     p, q = (Lesson(pipeline.model, ["red cat"] * 4, drawn).p for pipeline in plain)
     want = (p - q).abs().sum(-1) / 2
-    torch.testing.assert_close(batch_tv(whole, small, requests), want, rtol=0, atol=1e-5)
+    torch.testing.assert_close(batch_tv(whole, small, requests), want, rtol=0, atol=2e-4)
 
 
 @pytest.mark.parametrize("form", ["int8", "int4"])

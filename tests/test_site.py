@@ -156,8 +156,10 @@ def test_the_front_pages_chart_has_what_was_measured_on_each_machine() -> None:
     bars = ["transformers", "llama.cpp", "this package, ar"]
     assert list(first)[:3] == bars and len(first) == 5
     for found in (first, *others):
-        rates = [rate for rate, _ in found.values()]
-        assert rates == sorted(rates), "each is faster than what is above it"
+        rates = {name: rate for name, (rate, _) in found.items()}
+        ours = [rate for name, rate in rates.items() if name not in bars[:2]]
+        assert ours == sorted(ours), "each is faster than what is above it"
+        assert all(rates[name] < ours[1] for name in bars[:2] if name in rates)
     for found in others:
         programs = [name for name in bars[:2] if name in found]
         (_, ar), (_, best), *relaxed = list(found.values())[len(programs) :]
