@@ -115,14 +115,14 @@ def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     library, why = native.open_library()
     if library is None:
         pytest.skip(why)
-    wanted = request.param.encode()
-    if request.param == "avx512_amx" and not library.lantern_use(wanted):
-        if shutil.which("gcc") is None:
-            pytest.skip("no compiler for tiles in their plain form")
-        library = request.getfixturevalue("tiles")
-        monkeypatch.setattr(native, "open_library", lambda: (library, request.param))
-    before = library.lantern_isa()
+    before, wanted = library.lantern_isa(), request.param.encode()
+    used = library
     if not library.lantern_use(wanted):
-        pytest.skip(f"this processor has no {request.param}")
+        if request.param != "avx512_amx" or shutil.which("gcc") is None:
+            pytest.skip(f"this processor has no {request.param}")
+        used = request.getfixturevalue("tiles")
+        if not used.lantern_use(wanted):
+            pytest.skip("tiles in their plain form need AVX512-BF16")
+        monkeypatch.setattr(native, "open_library", lambda: (used, request.param))
     yield request.param
     library.lantern_use(before)

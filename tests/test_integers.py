@@ -72,13 +72,25 @@ def rows_like_activations(rows: int, inputs: int, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
-@pytest.mark.parametrize("sizes", [(64, 64), (320, 100), (576, 33)])
-@pytest.mark.parametrize("group", [0, 32, 64])
-def test_products_are_exact_integers(group: int, sizes: tuple[int, int], isa: str) -> None:
+# Inputs of a group, inputs and outputs: also such that fill no tile, no panel, or more than one block of 256
+SIZES = [
+    (0, 64, 64),
+    (0, 80, 100),
+    (0, 576, 33),
+    (32, 96, 100),
+    (32, 576, 33),
+    (64, 320, 100),
+    (128, 512, 70),
+]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_products_are_exact_integers(sizes: tuple[int, int, int], isa: str) -> None:
     torch.manual_seed(0)
-    layer = layer_of(*sizes, group)
+    group, inputs, outputs = sizes
+    layer = layer_of(inputs, outputs, group)
     for form, dtype in ((INTEGERS, torch.bfloat16), (INTEGERS_FLOAT32, torch.float32)):
-        x = rows_like_activations(19, sizes[0], dtype)
+        x = rows_like_activations(53, inputs, dtype)
         assert torch.equal(NativeLinear(layer, form)(x), integer_product(layer, x))
 
 

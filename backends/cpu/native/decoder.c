@@ -2,8 +2,8 @@
  * attention, SwiGLU and residual sums of all layers, in one team of threads with barriers between the parts.
  *
  * `kernels.h` is compiled once for each instruction set and number format; which one runs is chosen when the library
- * is loaded. A row's result depends on nothing but itself: each output is one sum over its inputs in their order, and
- * each query one pass over the positions in their order, independent of other rows, threads and positions. */
+ * is loaded. A row's result depends on nothing but itself: each output adds its inputs in one order, and each
+ * query passes over the positions in their order, independent of other rows, threads and positions. */
 #include "decoder.h"
 
 #include <float.h>
@@ -25,8 +25,8 @@
 typedef uint16_t half;
 typedef uint32_t word __attribute__((may_alias));
 
-/* Rows of a tile in registers, rows that share weights, and bytes of weights that they take at a time, which the nearest
- * cache holds twice; positions of a block of attention, how many positions ahead its cache is fetched, and queries that share what is read. */
+/* Rows of a tile in registers, rows that share weights, and bytes of weights of floats that they take at a time, which the
+ * nearest cache holds twice; positions of a block of attention, how many positions ahead its cache is fetched, and queries that share what is read. */
 enum { TILE = 6, SHARING = 48, NEAR = 16384, BLOCK = 16, AHEAD = 32, QUERIES_AT_ONCE = 4 };
 enum { SCALED = 256, DEEP = 64 };  /* inputs that share a scale as fixed point; bytes of a row of a tile */
 static const float LARGEST = 32512.0f, TINY = 1e-30f;  /* of fixed point: the largest number; inputs up to this are 0 */

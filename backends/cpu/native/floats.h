@@ -71,6 +71,7 @@ static void NAME(add_tiles)(int64_t count, const NAME(Part) *part) {
     const char *x = part->x, *w = (const char *)part->w, *next = part->next;
     enum { BESIDE = WIDE * sizeof(V) };  /* bytes from a row's sums to the next row's */
     char *kept = (char *)part->kept;
+    tiles_see_memory();
     tile_load(0, kept, BESIDE); tile_load(1, kept + 64, BESIDE); tile_load(2, kept + 128, BESIDE); tile_load(3, kept + 192, BESIDE);
     for (int64_t k = 0; k < part->steps; k += 16, x += 64, w += 16 * STEP, next += 16 * part->bytes) {
         for (int64_t j = 0; j < 16 * part->bytes; j += 64) _mm_prefetch(next + j, _MM_HINT_T0);

@@ -155,6 +155,7 @@ static void NAME(add_tiles)(int64_t count, const NAME(Part) *part) {
     const float *scale = part->scale;
     int64_t stride = part->stride / 2, steps = least(part->group, DEEP / TAKEN), bytes = steps * part->bytes;
     int32_t sums[4][16][LANES] __attribute__((aligned(64)));
+    tiles_see_memory();
     for (int64_t done = 0; done < part->steps; done += part->group, scale += PANEL) {
         tile_zero(0); tile_zero(1); tile_zero(2); tile_zero(3);
         for (int64_t k = 0; k < part->group; k += steps, x += TAKEN * steps, w += steps * STEP, next += bytes) {

@@ -1,4 +1,4 @@
-/* The decoder for one instruction set (ISA, V, LANES, MM, ADD_PAIRS, PAIRS, TILES) and one FORMAT; see decoder.c, which
+/* The decoder for one instruction set (ISA, V, LANES, MM, ADD_PAIRS, BY_PARITY, PAIRS, TILES) and one FORMAT; see decoder.c, which
  * includes it.
  *
  * Matrices lie as panels of PANEL outputs, so that memory is read once and in order. A gated matrix has in each panel half

@@ -32,8 +32,10 @@ static const void *NAME(factors)(const NAME(Pass) *pass, const INPUT *x, int64_t
     for (int64_t m = 0; m < pass->call->rows * pass->call->tokens; m++)
         NAME(fix)(x + m * in, in, pass->fixed + m * NAME(row_bytes)(in));
     return pass->fixed;
-#endif
+#else
+    (void)pass, (void)in;
     return x;
+#endif
 }
 
 /* One layer, by each thread of a team. What belongs to one token is always done by the same thread. */

@@ -1,6 +1,7 @@
-/* The six operations of matrix tiles (AMX) that are used; with -DPLAIN_TILES as plain C, after the published pseudo-code,
+/* The operations of matrix tiles (AMX) that are used; with -DPLAIN_TILES as plain C, after the published pseudo-code,
  * which equals the processor bit for bit: integers are exact; products of bfloat16 pairs are two sums a number, of even and
- * of odd inputs, by fused multiply-add, which are added to the tile at the end.
+ * of odd inputs, by fused multiply-add, which are added to the tile at the end; denormal numbers, which the processor takes
+ * for zero, are not looked for.
  *
  * Tiles 0 to 3 are sums, 4 is of rows, 5 and more are of weights: of `rows` rows, and `deep` bytes of a row's inputs. */
 #ifndef LANTERN_TILES_H
@@ -28,6 +29,7 @@ static __thread char tile_data[8][16][64] __attribute__((aligned(64)));
 static inline int tiles_allowed(void) { return 1; }
 static inline void tiles_configure(const TileSizes *sizes) { tile_size = *sizes; }
 static inline void tiles_release(void) {}
+static inline void tiles_see_memory(void) {}
 static inline void tile_zero(int tile) { memset(tile_data[tile], 0, sizeof(tile_data[tile])); }
 
 static inline void tile_load(int tile, const void *from, int64_t stride) {
@@ -80,7 +82,10 @@ static inline int tiles_allowed(void) {
     enum { REQUEST_COMPONENT = 0x1023, TILE_DATA = 18 };
     return syscall(SYS_arch_prctl, REQUEST_COMPONENT, TILE_DATA) == 0;
 }
-#define tiles_configure _tile_loadconfig
+
+/* Compilers do not know that a load of a tile reads memory, nor, some of them, how much a configuration reads. */
+static inline void tiles_see_memory(void) { __asm__ volatile("" ::: "memory"); }
+static inline void tiles_configure(const TileSizes *sizes) { __asm__ volatile("ldtilecfg %0" ::"m"(*sizes)); }
 #define tiles_release _tile_release
 #define tile_zero _tile_zero
 #define tile_load _tile_loadd
