@@ -183,6 +183,7 @@ class OpenedModel:
             placement.compile_parts(module)
         if config.condition.kind == "tokens" and reads_pictures(config):
             condition.reader = make_reader(config, weights.vision, vectors, vq, placement)
+        small_layers = matrix_layers(target, QuantizedLinear) if quantize else ()
         model = ImageModel(
             name=self.name,
             source=self.parts.source,
@@ -199,7 +200,7 @@ class OpenedModel:
             code_vectors_alone=vectors.weight if vectors else None,
             pixels_by=self.pixels,
             quantize=quantize,
-            groups={name: layer.group for name, layer in matrix_layers(target, QuantizedLinear)},
+            groups={name: layer.group for name, layer in small_layers},
             notes=[*self.notes],
         )
         if drafter is not None and self.drafter is not None:
