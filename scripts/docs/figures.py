@@ -55,18 +55,18 @@ PANELS: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }
 
-PEERS = "peers-xl.json"  # milliseconds of a pass by other programs
-
 
 class Measured(NamedTuple):
     """What a panel of the front page's chart shows: files of LlamaGen-XL's sizes that were measured on a machine.
 
     Attributes:
-        programs: others, by the bar's name: the name in `PEERS`, and the format where it is another than the panel's.
+        programs: others, by the bar's name: the name in `peers`, and the format where it is another than the panel's.
+        peers: milliseconds of a pass by other programs.
     """
 
     files: tuple[str, ...]
     programs: Mapping[str, tuple[str, str]] = {}
+    peers: str = "peers-xl.json"
 
 
 MINUTES = {
@@ -75,7 +75,9 @@ MINUTES = {
         {"transformers": ("transformers", ""), "llama.cpp": ("llama.cpp", "")},
     ),
     "2 cores, Zen 4, weights of 8 bits": Measured(
-        ("xl-int8.json",), {"llama.cpp": ("llama.cpp Q4_0", "Q4_0 (4 bits)")}
+        ("xl-int8.json",),
+        {"llama.cpp": ("llama.cpp Q4_0", "Q4_0 (4 bits)")},
+        "peers-xl-integers.json",
     ),
     "2 cores with twice the arithmetic, bfloat16": Measured(("xl-avx512.json", "xl-tv.json")),
     "NVIDIA H200": Measured(("xl-h200.json", "xl-h200-batches.json")),
@@ -239,7 +241,7 @@ def minutes(measured: Measured) -> dict[str, tuple[float, str]]:
     """
     result, tokens = {}, read(measured.files[0])["sizes"]["tokens"]
     for name, (program, form) in measured.programs.items():
-        result[name] = 60_000 / (read(PEERS)["ms"][program]["1"] * tokens), form
+        result[name] = 60_000 / (read(measured.peers)["ms"][program]["1"] * tokens), form
     rows = [row for file in measured.files for _, row in speeds(file)]
     kinds = {
         "this package, ar": [row for row in rows if row["method"] == "ar"][:1],
