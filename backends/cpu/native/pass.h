@@ -128,14 +128,15 @@ static void NAME(convert)(const ACT *x, int64_t count, INPUT *to) {
 static int NAME(linear)(int64_t threads, const Matrix *matrix, const void *x, int64_t rows, void *y) {
     int64_t in = matrix->in, filled = SMALL ? up_to(in, DEEP) : in, read = rows + (TILES ? 16 : 0);
     if (!SMALL && PAIRS && in % 2) return -2;
-    INPUT *inputs = aligned(read * filled * (int64_t)sizeof(INPUT));
+    const int copied = SMALL || TILES || sizeof(INPUT) != sizeof(ACT);  /* else products read activations as they are */
+    INPUT *inputs = copied ? aligned(read * filled * (int64_t)sizeof(INPUT)) : (INPUT *)x;
     char *fixed = SMALL ? aligned(read * NAME(row_bytes)(in)) : (char *)inputs;
     Sink sink = {KEPT, ACTS, y};
     int lacking = !inputs || !fixed;
 #pragma omp parallel num_threads((int)threads) if (!lacking)
     if (!lacking) {
 #pragma omp for schedule(static, 1)
-        for (int64_t row = 0; row < rows; row++) {
+        for (int64_t row = 0; row < (copied ? rows : 0); row++) {
             INPUT *to = memset(inputs + row * filled, 0, (size_t)filled * sizeof(INPUT));
             NAME(convert)((const ACT *)x + row * in, in, to);
 #if SMALL
@@ -145,6 +146,6 @@ static int NAME(linear)(int64_t threads, const Matrix *matrix, const void *x, in
         NAME(multiply)(fixed, rows, matrix, &sink);
     }
     if (SMALL) free(fixed);
-    free(inputs);
+    if (copied) free(inputs);
     return -lacking;
 }

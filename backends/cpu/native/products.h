@@ -97,7 +97,7 @@ static void NAME(multiply)(const void *x, int64_t rows, const Matrix *matrix, co
     for (int64_t panel = 0; panel < up_to(matrix->out, PANEL) / PANEL; panel++)
         for (int64_t first = 0, some; first < rows; first += some) {
             some = least(SHARING, rows - first);
-            memset(sums, 0, sizeof(sums));
+            memset(sums, 0, (size_t)some * sizeof(sums[0]));
             for (int64_t k = 0; k < in; k += STEPS * TAKEN)
                 NAME(add_inputs)((const char *)x + first * stride, some, matrix, panel, k, sums[0]);
             for (int64_t row = 0; row < some; row++) NAME(put)(sink, matrix, first + row, panel, sums[row]);
