@@ -284,11 +284,10 @@ class DevicePlan:
     keys_by_head: bool = False
     decided: dict[str, str] = field(default_factory=dict)
 
-    @property
-    def weight_bytes(self) -> float:
-        """Of a number in a matrix of the model."""
-        form = self.decided.get("quantize", "").partition(",")[0]
-        return QUANTIZED.get(form, self.dtype.itemsize)
+    def weight_bytes(self, quantize: str | None) -> float:
+        """Of a number in a matrix of a model that was loaded with these, if the device keeps them."""
+        kept = quantize if quantize in self.backend.quantized else None
+        return QUANTIZED[kept] if kept else self.dtype.itemsize
 
     def lay_out(self, modules: Sequence[nn.Module]) -> DevicePlan:
         """Bring the linear layers of loaded modules into the layout, in place. -> with the layout that was taken

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lantern_hpu.backends import LARGE_PARAMETERS, DeviceOptions, DraftingDefaults, host
+from lantern_hpu.backends import LARGE_PARAMETERS, QUANTIZED, DeviceOptions, DraftingDefaults, host
 from lantern_hpu.backends.base import Backend, DevicePlan, Memory, StepTuner
 from lantern_hpu.backends.cpu import native
 from lantern_hpu.backends.cpu.native.sampling import native_kernels
@@ -179,9 +179,8 @@ class CPUPlan(DevicePlan):
     threads: int = 0
     halved: bool = False  # whether a float32 model keeps its matrices in float16
 
-    @property
-    def weight_bytes(self) -> float:
-        return torch.float16.itemsize if self.halved else super().weight_bytes
+    def weight_bytes(self, quantize: str | None) -> float:
+        return torch.float16.itemsize if self.halved else super().weight_bytes(quantize)
 
     def lay_out(self, modules: Sequence[nn.Module]) -> DevicePlan:
         why_plain = "asked for"
@@ -242,7 +241,7 @@ class CPUBackend(Backend):
 
     is_host = True
     layouts = LAYOUTS
-    quantized: tuple[str, ...] = ("int8", "int4")
+    quantized: tuple[str, ...] = tuple(QUANTIZED)
 
     def available(self) -> tuple[bool, str]:
         return True, "every machine has a processor"

@@ -40,7 +40,7 @@ def run_bench(
     dtype = pipeline.model.target.dtype
     measured = metering.measure_rates(pipeline.backend, dtype)
     speeds = measured["copy_bytes_per_s"], measured["operations_per_s"]
-    rates = Rates(*speeds, dtype.itemsize, pipeline.fit.weight_bytes)
+    rates = Rates(*speeds, dtype.itemsize, pipeline.fit.weight_bytes(pipeline.model.quantize))
     startup = {"import_s": import_s, "load_s": pipeline.load_seconds}
     rows, missed = measure_all(pipeline, wanted, cases, rates, sum(startup.values()))
     if not rows:
