@@ -16,9 +16,8 @@ from typing import Any
 
 PREFIX = "LANTERN_HPU_"
 UNSET = ("help", "version", "config")  # no keys
-AUTO_DEVICE = (
-    "device"  # as a variable it is what `auto` takes, which a command's --device may replace
-)
+# As a variable it is what `auto` takes, which a command's --device may replace
+AUTO_DEVICE = "device"
 
 
 def words_of(parser: argparse.ArgumentParser, args: Sequence[str]) -> list[str]:

@@ -56,9 +56,8 @@ class Rates(NamedTuple):
     bandwidth: float  # bytes a second
     rate: float  # operations a second
     number_bytes: int = 2  # of the format: bfloat16
-    weight_bytes: float | None = (
-        None  # of a number in a matrix, where it is not kept in that format
-    )
+    # Of a number in a matrix, where it is not kept in that format
+    weight_bytes: float | None = None
 
 
 def least_seconds(

@@ -379,9 +379,8 @@ class Kernels:
     # x [.., H], what is added to it, weight [H], eps, weight [H] of a norm before -> the sum and its norm
     add_norm: Callable[..., tuple[Tensor, Tensor]] | None = None
     swiglu: Callable[[Tensor], Tensor] = swiglu
-    attend: Attend | None = (
-        None  # norms, rotation and the write, then attention over the whole cache
-    )
+    # Norms, rotation and the write, then attention over the whole cache
+    attend: Attend | None = None
     place: Callable[..., Placed] = place_tokens
     probs: Callable[[Tensor, SamplingParams, bool, int, bool, bool], Tensor] = sampling.guided_probs
     sample: Callable[[Tensor, Tensor], Tensor] = sampling.sample

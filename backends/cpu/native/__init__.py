@@ -92,8 +92,7 @@ def open_library() -> tuple[ctypes.CDLL | None, str]:
         library = loaded(files[-1])
     except (OSError, AttributeError) as error:
         return None, f"the native decoder does not load ({error}); {BUILD} rebuilds it"
-    if library.lantern_abi() != ABI:
-        found = library.lantern_abi()
+    if (found := library.lantern_abi()) != ABI:
         return None, f"the native decoder is of version {found}, not {ABI}; {BUILD} rebuilds it"
     if not string_at(library.lantern_isa()):
         return None, "this processor has no AVX2"

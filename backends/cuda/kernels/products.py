@@ -37,9 +37,8 @@ def product_kernel(
     BK: tl.constexpr,
 ):
     """One program BN columns of BM rows. The norm's scale is a number a row, and follows the product."""
-    row = (
-        tl.program_id(0) * BM + tl.arange(0, BM)[:, None]
-    )  # next to each other: they read the same columns
+    # Programs next to each other read the same columns
+    row = tl.program_id(0) * BM + tl.arange(0, BM)[:, None]
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     if UNITS:
         y, up = tl.zeros([BM, BN], tl.float32), tl.zeros([BM, BN], tl.float32)

@@ -9,10 +9,8 @@ from torch import Tensor
 
 # Elements a thread should hold: more spill from its registers, fewer leave it waiting for the others.
 A_THREAD, WARP = 16, 32
-AMPERE = (
-    8,
-    0,
-)  # compute capability from which bfloat16 is native, and `tl.dot` multiplies by units
+# Compute capability from which bfloat16 is native, and `tl.dot` multiplies by units
+AMPERE = (8, 0)
 LARGEST = 65536  # vocabulary that one program holds; for larger ones plain forms serve
 # Sums and products keep their roundings apart, as in torch: ties of the plain forms stay ties.
 EXACTLY = {"enable_fp_fusion": False}
@@ -52,9 +50,8 @@ class Form(NamedTuple):
 
 
 FEWEST = 16  # rows that a product of matrices takes
-SHARED = (
-    90 * 1024
-)  # bytes for blocks under way, of the 99 KB that a program has on the smallest card
+# Bytes for blocks under way, of the 99 KB that a program has on the smallest card
+SHARED = 90 * 1024
 FEW, MORE, NONE = range(1, 9), range(9, 65), range(0)
 # A matrix of 8 bits has no form of cuBLAS's: in a step it would be widened first, five bytes a number
 SMALL_ROWS = 256
