@@ -32,7 +32,8 @@ USUAL = {"methods": ",".join(METHODS), "batch_sizes": "1,8"}
 # The same of a large model where arithmetic is scarce: an image takes long, small trees and windows can pay
 LARGE = {
     "methods": f"ar,eagle@{SMALL_TREE},eagle@chain,eagle2@{SMALL_DYNAMIC},lantern@{SMALL_DYNAMIC},"
-    f"lantern++@{SMALL_TREE},lantern++@chain,jacobi@2,scd@2,scd@5,scd@8,sjd-pac@2:2x1,sjd-pac@4:2x1",
+    f"lantern++@{SMALL_TREE},lantern++@chain,lantern++:tv=0.1@{SMALL_TREE},lantern++:tv=0.1@chain,"
+    "jacobi@2,scd@2,scd@5,scd@8,sjd-pac@2:2x1",
     "batch_sizes": "1",
     "images": "1",
 }
