@@ -33,8 +33,7 @@ from lantern_hpu.backends.cuda.backend import CUDABackend
 from lantern_hpu.backends.cuda.forms import CUBLAS, Card, Forms, install
 from lantern_hpu.backends.cuda.kernels import checks, triton_candidates, triton_kernels
 from lantern_hpu.backends.cuda.kernels.programs import FORMS
-from lantern_hpu.core import Sampling
-from lantern_hpu.decode.common import Drafts, StaticTables, sampling_params
+from lantern_hpu.decode.common import Drafts, StaticTables
 from lantern_hpu.decode.rules import Verdict
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.decode.state import Bounds
@@ -250,7 +249,7 @@ def test_probs_with_top_p_is_the_plain_one(device: str) -> None:
 # -------------------------------------------------------------------------------------------- draws
 
 
-@pytest.mark.parametrize("vocabulary", [3, 64, 1000])
+@pytest.mark.parametrize("vocabulary", [3, 64, 1000, 131073])
 @on_devices
 def test_draws_of_masses_that_add_up_exactly(device: str, vocabulary: int) -> None:
     """Whole masses and uniforms in eighths: no rounding, so the draws are the same to the last one."""
@@ -1025,7 +1024,7 @@ def test_kernels_compile_for_each_generation(dtype: torch.dtype, capability: int
             for arguments, _ in examples:
                 getattr(kernels(), name)(*arguments)
     assert set(calls) == set(BACKENDS["cuda"].kernels)
-    assert len(stand_ins) == 12 and all(made.shared for made in stand_ins)
+    assert len(stand_ins) == 18 and all(made.shared for made in stand_ins)
 
 
 ROWS_OF_FORMS = (16, 32, 64, 128, 256)  # the largest of each size of a program
@@ -1181,10 +1180,10 @@ def test_cards_without_matrix_units_keep_torchs_attention(monkeypatch: pytest.Mo
         assert served.swiglu is own
 
 
-def test_vocabularies_that_no_program_holds_take_the_plain_forms(
+def test_walks_over_vocabularies_that_no_program_holds_are_the_plain_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Emu3.5's: its walks would spill 11,692 bytes a thread, its draws 12,264."""
+    """Emu3.5's walks would spill 11,692 bytes a thread."""
     walk: Any = print
     made = replace(PLAIN, walk=walk, traverse=walk)
     monkeypatch.setattr(CUDABackend, "held_kernels", lambda self, made, *_: made)
@@ -1197,20 +1196,30 @@ def test_vocabularies_that_no_program_holds_take_the_plain_forms(
     assert served["emu3.5-image"] == PLAIN
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")
-def test_a_top_k_of_a_large_vocabulary_is_exact() -> None:
-    """5,120 of 131,073, as Emu3.5 samples, by what serves there; as numbers sorted by hand."""
-    logits = torch.randn(2, 3, 131073, generator=torch.Generator().manual_seed(4))
-    params = sampling_params([Sampling(5.0, 1.0, 5120, 1.0)], 131073)
-    got = kernels().probs(logits, params, True, 5120, False, False)[0]
-    guided = (logits[1] + 5 * (logits[0] - logits[1])).double()
+@on_devices
+def test_large_vocabularies_are_exact(device: str) -> None:
+    """5,120 of 131,073, as Emu3.5 samples, as numbers sorted by hand; ties, one number that is none, and draws."""
+    random = Random(4, device)
+    logits, chosen = random.normal(4, 1, 131073), params(device, [5120, 131073], 5.0)
+    got = same_probs(logits, chosen, True, 5120)[0]
+    guided = ((logits[2] + 5 * (logits[0] - logits[2])) / 0.7).double()
     for mine, row in zip(got.double(), guided, strict=True):
         kept = row.sort(descending=True).indices[:5120]
         want = torch.zeros_like(row).index_copy(0, kept, row[kept].softmax(0))
         assert torch.equal(mine > 0, want > 0)
-        torch.testing.assert_close(mine, want, rtol=1e-4, atol=1e-9)
-    token = kernels().sample(got, torch.full((3,), 0.999))
-    assert bool((got.gather(-1, token[:, None].long()) > 0).all())
+    ties = (2 * logits[:2]).round()
+    same_probs(ties, chosen, False, 5120)
+    ties[0, 0, 100000] = torch.nan
+    for most in (5120, 0):
+        broken = kernels().probs(ties, chosen, False, most, False)
+        assert broken.isnan().all(-1).tolist() == [[True], [False]]
+    for u in (0.0, 0.5, 1 - 2**-24):
+        token = kernels().sample(got, torch.full((1,), u, device=device))
+        assert bool((got.gather(-1, token[:, None].long()) > 0).all())
+    two = torch.zeros(2, 131073, device=device)
+    two[0, 131072] = two[0, 70000] = 1
+    drawn = kernels().sample_distinct(two, torch.zeros(2, 2, device=device))
+    assert drawn.tolist() == [[70000, 131072], [131072, 131072]]
 
 
 def test_kernel_that_writes_nothing_is_found() -> None:

@@ -49,7 +49,7 @@ PUBLISHED = {
     ("anole-7b", "scd@16"): 295,
     ("emu3-gen", "ar"): 278,
     ("emu3-gen", "scd@16"): 391,
-    ("emu3.5-image", "ar"): 559,
+    ("emu3.5-image", "ar"): 537,
     ("glm-image", "ar"): 333,
     ("glm-image", "scd@16"): 399,
 }

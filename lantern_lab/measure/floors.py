@@ -98,7 +98,7 @@ LAYER = 8  # of a layer
 LONG, FEW = 512, 32  # one more where a cache is longer, and heads that share keys have more queries
 PLAIN_STEP, DRAFTED, DRAFT_PASS = 12, 24, 17  # of `ar`; what drafts add; of a pass of the drafter
 RULED, RULED_DRAFTS = 10, 53  # of a picture's grammar; over the drafts of a window
-LARGE, PLAIN_SAMPLER = 65536, 25  # tokens that one program holds; of what serves beyond them
+LARGE, IN_PARTS = 65536, 3  # tokens that one program holds; of samplers whose programs share them
 
 # Of products on a card, fitted to the H200's steps
 REACHED = 0.86  # of a copy's rate
@@ -113,7 +113,7 @@ def launches(config: TransformerConfig, passes: StepPasses) -> int:
     drafted = DRAFTED * (passes.verify.tokens > 1) + DRAFT_PASS * len(passes.draft)
     if config.row_ends:
         drafted += RULED + RULED_DRAFTS * (passes.verify.tokens > 1)
-    drafted += PLAIN_SAMPLER * (config.vocab_size > LARGE)
+    drafted += IN_PARTS * (config.vocab_size > LARGE)
     return config.layers * layer + PLAIN_STEP + drafted
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lantern_hpu.backends.base import Candidate, Example, dtype_name, outcome, tensors
-from lantern_hpu.backends.cuda.kernels.programs import FORMS
+from lantern_hpu.backends.cuda.kernels.programs import FORMS, LARGEST
 from lantern_hpu.errors import LanternError
 from lantern_hpu.files import own_cache, reading, write_file
 from lantern_hpu.ops import kernels, sampling
@@ -87,6 +87,7 @@ class SmallSizes(NamedTuple):
 
 LONG, WIDE = SmallSizes(prefix=500), SmallSizes(heads=2, kv=1, head_dim=128, prefix=200)
 SHARED = SmallSizes(kv=1, prefix=500)  # more queries than one program brings together
+MANY = SmallSizes(vocab_size=LARGEST + 1)  # tokens, which several programs share
 
 
 def kernel_examples(device: torch.device, dtype: torch.dtype) -> dict[str, list[Example]]:
@@ -95,6 +96,8 @@ def kernel_examples(device: torch.device, dtype: torch.dtype) -> dict[str, list[
     more = (*sized_calls(LONG, dtype, 3), *sized_calls(WIDE, dtype, 58))
     calls += [(name, call) for name, call in more if name in ("attention", "attend")]
     calls += [pair for pair in sized_calls(SHARED, dtype, 17) if pair[0] == "attention"]
+    large = (*sized_calls(MANY, dtype, 1), *sized_calls(MANY, dtype, 2))
+    calls += [pair for pair in large if pair[0] in ("probs", "sample", "sample_distinct")]
     # Those that `tl.dot` multiplies are held to theirs by themselves, where one is asked for
     few = [name for name, form in FORMS.items() if form.kernel == "multiply_add"]
     calls += [("product", multiplied(name, dtype)) for name in few]
