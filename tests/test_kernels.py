@@ -1211,7 +1211,7 @@ def test_large_vocabularies_are_exact(device: str) -> None:
     same_probs(ties, chosen, False, 5120)
     ties[0, 0, 100000] = torch.nan
     for most in (5120, 0):
-        broken = kernels().probs(ties, chosen, False, most, False)
+        broken = kernels().probs(ties, chosen, False, most, False, False)
         assert broken.isnan().all(-1).tolist() == [[True], [False]]
     for u in (0.0, 0.5, 1 - 2**-24):
         token = kernels().sample(got, torch.full((1,), u, device=device))
