@@ -179,6 +179,13 @@ def test_links_lead_to_files_and_headings(page: Path, generated: Path) -> None:
     assert not broken
 
 
+def test_devices_of_llms_txt_are_those_that_were_measured() -> None:
+    text = (ROOT / "llms.txt").read_text()
+    measured = [json.loads(f.read_text()) for f in ROOT.glob("benchmarks/results/*.json")]
+    cards = {str(one.get("environment", {}).get("card") or "") for one in measured} - {""}
+    assert cards and not [card for card in cards if card not in text]
+
+
 # ------------------------------------------------------------------------------------ commands
 
 COMMANDED = [page for page in written() if page.name != "CHANGELOG.md"] + [ROOT / "llms.txt"]

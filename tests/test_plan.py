@@ -18,7 +18,7 @@ from torch import nn
 from lantern_hpu.backends import host
 from lantern_hpu.backends.base import load_backend
 from lantern_hpu.backends.cpu import native
-from lantern_hpu.commands import download, generate, plan
+from lantern_hpu.commands import download, generate, models, plan
 from lantern_hpu.decode import memory
 from lantern_hpu.decode.accelerators import (
     Rates,
@@ -31,13 +31,14 @@ from lantern_hpu.decode.requirements import find_model, parse_memory
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.decode.state import walk_tensors
 from lantern_hpu.errors import DeviceError, OptionError
+from lantern_hpu.methods.setting import Setting
 from lantern_hpu.models.config import ConditionConfig, ModelConfig
 from lantern_hpu.models.files.load import open_model
 from lantern_hpu.models.files.names import PartOverrides
 from lantern_hpu.models.model import EmptyModel, Placement, parameters_of
 from lantern_hpu.tree import DraftTree, load_tree
 from lantern_hpu.zoo.find import find_parts
-from lantern_hpu.zoo.registry import entries
+from lantern_hpu.zoo.registry import entries, get
 from tests.folder import made_once
 from tests.hub_cache import ANOLE, C2I, T2I, empty_cache, whole
 from tests.marks import mostly_slow
@@ -337,7 +338,7 @@ def test_promise_projected_steps_are_printed_as_such_and_for_what_was_published_
     card = "--device", "gaudi2"
     drawn = "llamagen-t2i-256", *card, "--method", "scd@25"  # 26 nodes
     text = planned(capsys, *drawn)
-    line = "a step, projected and not measured: ar 2.3 to 2.6 ms, scd:25 2.6 to 2.9 ms"
+    line = "a step, projected and not measured: ar 2.3 to 2.6 ms, scd@25 2.6 to 2.9 ms"
     assert line in text and text.count("projected") == 1
     alone, many = json.loads(planned(capsys, *drawn, "--json"))["projected_ms"].values()
     times = sorted(b / a for a, b in zip(alone, many, strict=True))
@@ -431,10 +432,10 @@ def test_a_plan_counts_what_auto_would_load_and_draft_on_the_device(
     assert f"{T2I}, float32," in planned(capsys, T2I, *size, "cpu")
     monkeypatch.setattr(host, "native_bfloat16", lambda: "AMX")
     text = planned(capsys, T2I, *size, "cpu")
-    assert f"{T2I}, bfloat16," in text and "tree scd:2" in text
+    assert f"{T2I}, bfloat16," in text and "tree scd@2" in text
     assert "builtin, float32," in planned(capsys, "builtin", *size, "cpu")
     text = planned(capsys, T2I, *size, "cuda")
-    assert f"{T2I}, bfloat16," in text and "tree scd:16" in text
+    assert f"{T2I}, bfloat16," in text and "tree scd@16" in text
 
 
 def test_the_plan_of_a_folder_without_a_drafter(
@@ -450,7 +451,7 @@ def test_the_plan_of_a_folder_without_a_drafter(
     model = counted(folder)
     assert model == replace(before, drafter=None) and before.drafter
     text = planned(capsys, folder, "--memory", "1GB")
-    assert "tree scd:" in text and "drafter" not in text
+    assert "tree scd@" in text and "drafter" not in text
     text = not_planned(capsys, folder, "--memory", "1GB", "--method", "eagle")
     assert "the model has none" in text and "--method ar" in text
 
@@ -502,3 +503,29 @@ def test_a_server_that_does_not_fit_is_told_what_would(capsys: pytest.CaptureFix
     assert slots and "fits in 40" in planned(capsys, *words, "40GB", "--slots", slots[1])
     assert "fits in 160" in planned(capsys, *words, "160GB", "--slots", "8")
     not_planned(capsys, *words, "40GB", "--slots", "0")
+
+
+@pytest.mark.parametrize("device", ["cpu", *accelerators()])
+def test_no_column_of_the_plan_says_the_same_in_each_line(
+    device: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan.main(["--device", device]) == 0
+    lines = capsys.readouterr().out.split("\n\n")[0].splitlines()
+    columns = zip(*(re.split(r" {2,}", line.strip()) for line in lines), strict=True)
+    assert len(lines) > 2 and all(len({*cells}) > 1 for _, *cells in columns)
+
+
+@pytest.mark.parametrize("tree", ["scd:8", "scd:8:commit=2", "sjd-pac:4:2x1", "jacobi:4"])
+def test_a_plan_writes_windows_as_they_are_typed(tree: str) -> None:
+    assert str(Setting.parse(plan.typed(tree))) == plan.typed(tree) != tree
+
+
+@pytest.mark.parametrize("name", ["builtin", *entries()])
+def test_command_that_gets_a_model_is_one_that_works(name: str) -> None:
+    """From a clone, as no index has the package; of the others a download of what is known."""
+    if name == "builtin":
+        assert models.builtin_facts()["get"] == "pip install -c constraints.txt -e ."
+        assert (Path(__file__).parent.parent / "constraints.txt").is_file()
+        return
+    command, handle = models.model_facts(entries()[name])["get"].rsplit(" ", 1)
+    assert command == "lantern-hpu models download" and get(handle).name == name

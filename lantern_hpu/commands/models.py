@@ -59,7 +59,7 @@ def builtin_facts() -> Facts:
         "missing": lacking,
         "sampling": sampling,
         "parts": [{"part": "all", "path": str(BUILTIN), "files": files}],
-        "get": "pip install lantern-hpu",
+        "get": "pip install -c constraints.txt -e .",
         "draw": 'python -m lantern_hpu.generate --prompt "a red apple"',
     }
 

@@ -137,7 +137,7 @@ def plan_report(name: str, model: ModelConfig, setup: Setup, device: DeviceMemor
     images = f"{spec.images} image{'s' * (spec.images > 1)} at a time"
     positions = capacity(model.target, spec.tree)
     dtype = f"{setup.dtype}, {setup.quantize} matrices" if setup.quantize else setup.dtype
-    yield f"{name}, {dtype}, {images}, {guided}, tree {spec.tree.name}, {positions} positions a row"
+    yield f"{name}, {dtype}, {images}, {guided}, tree {typed(spec.tree.name)}, {positions} positions a row"
     rows = found["bytes"] | {f"total while {found['phase']}": found["total"]}
     others = {name: need for name, need in found["phases"].items() if name != found["phase"]}
     rows |= {f"(while {other}": need for other, need in others.items()}
@@ -146,7 +146,7 @@ def plan_report(name: str, model: ModelConfig, setup: Setup, device: DeviceMemor
         yield f"  {label:<{width}}  {amount(count):>9}" + ")" * label.startswith("(")
     if model.lacks_text:
         yield "  the text encoder is not here and not counted: --text-encoder FOLDER"
-    steps = [f"{tree} {between(ms)} ms" for tree, ms in found["projected_ms"].items()]
+    steps = [f"{typed(tree)} {between(ms)} ms" for tree, ms in found["projected_ms"].items()]
     if steps:
         yield f"  a step, projected and not measured: {', '.join(steps)}"
     if device.memory is None:
@@ -155,6 +155,12 @@ def plan_report(name: str, model: ModelConfig, setup: Setup, device: DeviceMemor
     verdict, *less = fit_report(model, setup, device, device.memory)
     yield verdict
     yield from (f"  {spelled(line, as_option)}" for line in less)
+
+
+def typed(tree: str) -> str:
+    """A tree's name as it is given to --method: that of a window `scd:16` is `scd@16`."""
+    method, _, sizes = tree.partition(":")
+    return f"{method}@{sizes}" if sizes and method in METHODS else tree
 
 
 def serve_report(
@@ -239,7 +245,14 @@ def plan_table(rows: Sequence[Facts]) -> str:
         rates = f"{card.bandwidth / 1e12:.3g} TB/s and {card.rate / 1e12:.3g} TFLOPS"
         about += f" Least times of a step are bounds, not timings, from {rates} ({card.source})."
         about += " Measured steps: benchmarks/results, and docs/performance.md on them."
-    table = aligned([found.head, *found.lines])
+    cells = [found.head, *found.lines]
+    same = {name: of[0] for name, *of in zip(*cells, strict=True) if len({*of}) == 1}
+    if same:
+        said = {"-": "none", "?": "unknown"}
+        about += " In each line: "
+        about += ", ".join(f"{name} {said.get(cell, cell)}" for name, cell in same.items()) + "."
+    shown = [place for place, name in enumerate(found.head) if name not in same]
+    table = aligned([[line[place] for place in shown] for line in cells])
     return "\n".join([table, "", *wrap(about, WIDTH, break_on_hyphens=False)])
 
 
