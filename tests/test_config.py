@@ -133,7 +133,7 @@ TOGETHER = replace(EXACT, verify="block")  # what static trees of several levels
 # Of a card where windows are faster, and of a processor for a small model and a large one
 WINDOWED = DraftingDefaults("scd", tree="chain")
 SMALL = DraftingDefaults("ar", 2, idle_arithmetic=False)
-LARGE = DraftingDefaults("scd", 5, idle_arithmetic=False)
+LARGE = DraftingDefaults("eagle", 5, idle_arithmetic=False)
 
 
 def resolved(text: str, context: ResolveContext = HERE) -> tuple[str, str, Relaxation]:
@@ -321,7 +321,7 @@ MEASURED = "fastest with this model when it was packaged"
         ({"defaults": WINDOWED, "images": 8}, "scd@16", DEVICE),
         ({"defaults": SMALL}, "ar", SIZE),
         ({"defaults": SMALL, "images": 8}, "ar", SIZE),
-        ({"defaults": LARGE}, "scd@5", SIZE),
+        ({"defaults": LARGE}, "eagle@chain_2", SIZE),
         ({"defaults": LARGE, "has_drafter": False}, "scd@5", SIZE),
         ({"defaults": LARGE, "images": 8}, "ar", "fastest here for several images at once"),
         ({"defaults": LARGE, "fastest": ("ar", None)}, "ar", MEASURED),
@@ -334,17 +334,22 @@ def test_auto_says_what_it_took_and_why(change: dict[str, Any], setting: str, wh
     assert resolve(Setting.parse(setting), replace(HERE, **change)).why == ""
 
 
-def test_a_processor_takes_ar_for_small_models_and_a_window_for_large_ones(
+def test_a_processor_takes_ar_for_small_models_and_short_drafts_for_large_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A longer one only where its rows cost little: with AVX2 or 8 bits it was slower than `ar`."""
-    table = (("avx512_amx", 16, 7), ("avx512_bf16", 5, 2), ("avx2", 2, 2), ("", 2, 2))
-    for isa, window, quantized in table:
+    """Longer ones only where their rows cost little: with AVX2 or 8 bits they were slower than `ar`."""
+    table = (
+        ("avx512_amx", "scd", 16, 7),
+        ("avx512_bf16", "eagle", 5, 2),
+        ("avx2", "eagle", 2, 2),
+        ("", "eagle", 2, 2),
+    )
+    for isa, method, window, quantized in table:
         monkeypatch.setattr(native, "isa", lambda isa=isa: isa)
         processor = get_backend("cpu")
         assert processor.drafting_defaults(10**8 - 1).method == "ar"
-        assert processor.drafting_defaults(10**8) == DraftingDefaults("scd", window, False)
-        small = DraftingDefaults("scd", quantized, False)
+        assert processor.drafting_defaults(10**8) == DraftingDefaults(method, window, False)
+        small = DraftingDefaults(method, quantized, False)
         assert processor.drafting_defaults(10**8, "int8") == small
 
 

@@ -170,8 +170,9 @@ def test_links_lead_to_files_and_headings(page: Path, generated: Path) -> None:
             continue
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page
-        if GENERATED in target.parents:
-            target = generated / target.relative_to(GENERATED)
+        if GENERATED in target.parents:  # which a browser of the repository lacks
+            broken.append(link)
+            continue
         if not target.exists() or (
             anchor and target.suffix == ".md" and anchor not in anchors(target)
         ):

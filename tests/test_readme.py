@@ -106,7 +106,21 @@ def test_command_runs(folder: Path, command: str) -> None:
 
 def test_first_command_is_there() -> None:
     assert FIRST in TEXT and len(LISTED) >= 20
-    assert len(TEXT.splitlines()) <= 120
+
+
+def test_front_page_is_short_and_answers_first() -> None:
+    """Models, devices, lossless, what was never run, speed and the reader's own model before line 40."""
+    lines = TEXT.splitlines()
+    assert len(lines) <= 120 and all(len(x) <= 200 for x in lines if not x.startswith(("|", "![")))
+    first = "\n".join(lines[:40])
+    for promised in (
+        "not for diffusion models",
+        "Never run so far",
+        FIRST,
+        "## Speed",
+        "## Your model",
+    ):
+        assert promised in first
 
 
 def test_python_example_runs(folder: Path) -> None:

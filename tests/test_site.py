@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -152,21 +153,40 @@ def test_tables_of_figures_are_those_of_their_raw_files() -> None:
 def test_the_front_pages_chart_has_what_was_measured_on_each_machine() -> None:
     from scripts.docs import figures
 
-    first, *others = map(figures.minutes, figures.MINUTES.values())
-    bars = ["transformers", "llama.cpp", "this package, ar"]
-    assert list(first)[:3] == bars and len(first) == 5
-    for found in (first, *others):
-        rates = {name: rate for name, (rate, _) in found.items()}
-        ours = [rate for name, rate in rates.items() if name not in bars[:2]]
-        assert ours == sorted(ours), "each is faster than what is above it"
-        assert all(rates[name] < ours[1] for name in bars[:2] if name in rates)
-    for found in others:
-        programs = [name for name in bars[:2] if name in found]
-        (_, ar), (_, best), *relaxed = list(found.values())[len(programs) :]
-        assert list(found)[: len(programs) + 1] == [*programs, bars[2]]
-        assert ar == "ar" != best and len(relaxed) <= 1
+    for file in figures.MACHINES_OF_XL:
+        found = figures.minutes(file)
+        alone, best, *_ = found
+        assert alone == "ar" and best.startswith("lossless: ")
+        assert [*found.values()] == sorted(found.values()), "each is faster than what is above it"
+    programs = figures.minutes_of_programs()
+    assert len(programs) == 5 and [*programs][-1] == "this package"
     pytest.importorskip("matplotlib")
     assert figures.minutes_chart().startswith(b"\x89PNG")
+
+
+def test_pages_name_the_fastest_setting_that_the_front_pages_table_has() -> None:
+    """One table answers what is fastest without loss; `auto` takes that on a processor."""
+    from lantern_hpu.backends.base import load_backend
+    from lantern_hpu.backends.cpu import native
+    from scripts.docs import figures
+
+    best = {}
+    for file in figures.MACHINES_OF_XL:
+        _, lossless, _ = figures.best_settings(file)
+        assert lossless is not None
+        best[file] = figures.label_of(lossless[1])
+    assert best["xl-zen4.json"] == best["xl-int8.json"] == "eagle@chain_2"
+    assert max(figures.read("race.json")["rows"], key=by_speed)["setting"] == "eagle@chain_2"
+    for page in ("docs/tutorial.md", "docs/guides/choose-a-method.md"):
+        assert "README.md#speed" in (ROOT / page).read_text("utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "isa", lambda: "avx512_bf16")
+        assert load_backend("cpu").drafting_defaults(10**9).method == "eagle"
+
+
+def by_speed(row: dict[str, Any]) -> float:
+    """Of a lossless row of a race."""
+    return float(row["times_ar"]) if row["lossless"] else 0.0
 
 
 def test_links_of_the_front_page_can_be_made_absolute() -> None:

@@ -483,12 +483,12 @@ def fastest_method(context: ResolveContext) -> tuple[str, Tree | None, str]:
             "fastest with this model when it was packaged",
         )
     defaults = context.defaults
+    name = defaults.method if usable(defaults.method) else "scd"
     if defaults.idle_arithmetic:
-        name = defaults.method if usable(defaults.method) else "scd"
         return name, None, "default on this device"
-    if context.images > 1 and defaults.method != "ar":
+    if context.images > 1 and name != "ar":
         return "ar", None, "fastest here for several images at once"
-    return defaults.method, None, "fastest here for a model of this size"
+    return name, None, "fastest here for a model of this size"
 
 
 def default_tree(method: Method, context: ResolveContext) -> Tree:

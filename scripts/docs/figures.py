@@ -1,6 +1,6 @@
 """Tables and charts of speeds in the pages, made from raw files of `bench`, `race`, `evaluate` and `measure.frontier`.
 
-    python -m scripts.docs.figures            # rewrite the tables between their marks, the status and the charts
+    python -m scripts.docs.figures            # rewrite the tables between their marks and the charts
     python -m scripts.docs.figures --check    # exit with 1 if a page has other figures than its raw file
     lantern-hpu race --turns 3 --output race
     python -m scripts.docs.figures --race race    # with another race on the front page
@@ -8,7 +8,8 @@
 A page marks a table with the comments `figures: FILE.json` and `end of figures`; the file lies in
 benchmarks/results. After it a graph mode may follow, in place of the best one, `batches` for a column a batch size,
 `pictures` for what `evaluate` measured, `tv` for what `lantern_lab.measure.frontier` did, `projected` for its tokens a
-step with the projected steps of a Gaudi 2, or `race`.
+step with the projected steps of a Gaudi 2, `race`, `objects`,
+or `fastest` for the best setting by machine.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from textwrap import fill
-from typing import Any, NamedTuple
+from typing import Any
 
 from lantern_hpu.decode.accelerators import accelerators, projected_ms
 from lantern_hpu.files import write_file
@@ -56,31 +57,19 @@ PANELS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 
 
-class Measured(NamedTuple):
-    """What a panel of the front page's chart shows: files of LlamaGen-XL's sizes that were measured on a machine.
-
-    Attributes:
-        programs: others, by the bar's name: the name in `peers`, and the format where it is another than the panel's.
-        peers: milliseconds of a pass by other programs.
-    """
-
-    files: tuple[str, ...]
-    programs: Mapping[str, tuple[str, str]] = {}
-    peers: str = "peers-xl.json"
-
-
-MINUTES = {
-    "2 cores, Zen 4, bfloat16": Measured(
-        ("xl-zen4.json", "xl-zen4-tv.json"),
-        {"transformers": ("transformers", ""), "llama.cpp": ("llama.cpp", "")},
-    ),
-    "2 cores, Zen 4, weights of 8 bits": Measured(
-        ("xl-int8.json",),
-        {"llama.cpp": ("llama.cpp Q4_0", "Q4_0 (4 bits)")},
-        "peers-xl-integers.json",
-    ),
-    "2 cores with twice the arithmetic, bfloat16": Measured(("xl-avx512.json", "xl-tv.json")),
-    "NVIDIA H200": Measured(("xl-h200.json", "xl-h200-batches.json")),
+# LlamaGen-XL's sizes by machine: a file each, which is one run, and what it is called
+MACHINES_OF_XL = {
+    "xl-zen4.json": "2 cores of an AMD EPYC (Zen 4), bfloat16",
+    "xl-int8.json": "2 cores of an AMD EPYC (Zen 4), weights of 8 bits",
+    "xl-h200.json": "NVIDIA H200, bfloat16",
+}
+PEERS = "peers-xl.json"  # passes of programs in turns
+PROGRAMS = {
+    "transformers": "transformers",
+    "openvino": "OpenVINO",
+    "llama.cpp": "llama.cpp",
+    "llama.cpp Q4_0": "llama.cpp, Q4_0 (4 bits)",
+    "lantern_hpu": "this package",
 }
 COST = 0.1  # total variation a token, at most, of the chart's relaxed setting
 
@@ -183,6 +172,48 @@ def tv_table(file: str) -> str:
     return markdown(["setting", "tokens a step", "TV a token"], lines)
 
 
+def best_settings(file: str) -> list[tuple[float, dict[str, Any]] | None]:
+    """`ar`, the fastest lossless setting and the fastest of bounded cost, each with its speed; None: not measured."""
+    found = speeds(file)
+    kinds = (
+        [pair for pair in found if pair[1]["method"] == "ar"],
+        [pair for pair in found if not is_relaxed(pair[1])],
+        [pair for pair in found if is_relaxed(pair[1]) and pair[1]["tv_per_token"] <= COST],
+    )
+    return [max(kind, key=lambda pair: pair[0], default=None) for kind in kinds]
+
+
+def fastest_table() -> str:
+    """The one answer to what is fastest: a line a machine."""
+    lines = []
+    for file, machine in MACHINES_OF_XL.items():
+        alone, *others = best_settings(file)
+        assert alone is not None
+        cells = [f"{alone[1]['p50_seconds_per_image']:.3g} s"]
+        cells += [
+            f"{best[0]:.2f}x, `{label_of(best[1])}`" if best else "not measured" for best in others
+        ]
+        lines.append([machine, read(file)["date"], *cells])
+    head = f"machine | date | `ar` | fastest lossless | fastest at TV at most {COST:g}"
+    return markdown(head.split(" | "), lines)
+
+
+def objects_table(file: str) -> str:
+    """Shares of pictures that lack the object of their caption, by caption and sampling, and of all captions."""
+    rows = read(file)["rows"]
+    heads = [
+        f"{row['sampling']['guidance_scale']} : {row['sampling']['temperature']}" for row in rows
+    ]
+    counts = {caption: [row["missing"][caption] for row in rows] for caption in rows[0]["missing"]}
+    shares = {
+        caption: [found / row["seeds"] for found, row in zip(of, rows, strict=True)]
+        for caption, of in counts.items()
+    }
+    shares["all"] = [sum(column) / len(counts) for column in zip(*shares.values(), strict=True)]
+    lines = [[caption, *(f"{100 * share:.0f} %" for share in of)] for caption, of in shares.items()]
+    return markdown(["caption", *heads], lines)
+
+
 def race_table(file: str) -> str:
     """What a race measured."""
     return race.table(read(file)["rows"]).markdown()
@@ -190,6 +221,8 @@ def race_table(file: str) -> str:
 
 MAKERS: dict[str | None, Callable[[str], str]] = {
     "race": race_table,
+    "objects": objects_table,
+    "fastest": lambda _: fastest_table(),
     "batches": batches_table,
     "pictures": pictures_table,
     "tv": tv_table,
@@ -204,21 +237,7 @@ def rewritten(text: str) -> str:
         mark, file, how, _, end = match.groups()
         return f"{mark}{MAKERS.get(how, partial(table, graphs=how))(file)}\n{end}"
 
-    return with_status(MARKED.sub(make, text))
-
-
-def with_status(text: str) -> str:
-    """The front page's status, with the speeds of its race and of the card's raw file."""
-    best: dict[bool, float] = {}
-    for row in read(RACE)["rows"]:
-        best[row["lossless"]] = max(best.get(row["lossless"], 0), row["times_ar"])
-    card = max(ratio for ratio, row in speeds("xl-h200.json") if not is_relaxed(row))
-    text = re.sub(
-        r"(AVX512-BF16: )[\d.]+(x lossless, )[\d.]+(x relaxed)",
-        rf"\g<1>{best[True]:.2f}\g<2>{best[False]:.2f}\g<3>",
-        text,
-    )
-    return re.sub(r"(H200: )[\d.]+(x lossless)", rf"\g<1>{card:.2f}\g<2>", text)
+    return MARKED.sub(make, text)
 
 
 def is_relaxed(row: dict[str, Any]) -> bool:
@@ -234,50 +253,43 @@ def take_race(folder: Path) -> None:
 # ------------------------------------------------------------------------------------ charts
 
 
-def minutes(measured: Measured) -> dict[str, tuple[float, str]]:
-    """Images a minute by what draws them, each with its setting, as far as they were measured.
+def minutes(file: str) -> dict[str, float]:
+    """Images a minute by what draws them: `ar`, the fastest lossless setting, the fastest of bounded cost."""
+    found = [pair[1] for pair in best_settings(file) if pair]
+    kinds = ("ar", "lossless: ", f"TV at most {COST:g}: ")
+    names = [kind + label_of(row) * (kind != "ar") for kind, row in zip(kinds, found, strict=False)]
+    rates = [60 / row["p50_seconds_per_image"] for row in found]
+    return dict(zip(names, rates, strict=True))
 
-    Those of other programs are of as many passes over one token as an image has tokens, without prompt and pixels.
-    """
-    result, tokens = {}, read(measured.files[0])["sizes"]["tokens"]
-    for name, (program, form) in measured.programs.items():
-        result[name] = 60_000 / (read(measured.peers)["ms"][program]["1"] * tokens), form
-    rows = [row for file in measured.files for _, row in speeds(file)]
-    kinds = {
-        "this package, ar": [row for row in rows if row["method"] == "ar"][:1],
-        "best lossless setting": [row for row in rows if not is_relaxed(row)],
-        f"best at TV {COST:g} a token": [
-            row for row in rows if is_relaxed(row) and (row.get("tv_per_token") or 1) <= COST
-        ],
-    }
-    for kind, found in kinds.items():
-        if found:
-            row = min(found, key=lambda row: row["p50_seconds_per_image"])
-            result[kind] = 60 / row["p50_seconds_per_image"], label_of(row)
-    return result
+
+def minutes_of_programs() -> dict[str, float]:
+    """The same by program: of as many passes over one token as an image has, without prompt and pixels."""
+    tokens, ms = read(next(iter(MACHINES_OF_XL)))["sizes"]["tokens"], read(PEERS)["ms"]
+    return {label: 60_000 / (ms[name]["1"] * tokens) for name, label in PROGRAMS.items()}
 
 
 def minutes_chart() -> bytes:
-    """Images a minute at LlamaGen-XL's sizes: a panel a machine, a bar for each of what may draw them."""
-    panels = {title: minutes(measured) for title, measured in MINUTES.items()}
-    kinds = [*next(iter(panels.values()))]  # of the machine on which all were measured
+    """Images a minute at LlamaGen-XL's sizes: a panel a run."""
+    panels = {
+        "One token a step, by program: 2 cores of an AMD EPYC (Zen 4), bfloat16": (
+            minutes_of_programs()
+        )
+    }
+    panels |= {machine: minutes(file) for file, machine in MACHINES_OF_XL.items()}
     with plots.in_style("compare"):
-        figure, axes = plots.panels(9.6, 4.2, columns=2, rows=2)
+        figure, axes = plots.panels(8, 7.5, columns=1, rows=len(panels))
         for panel, (title, found) in zip(axes, panels.items(), strict=True):
-            draw_minutes(panel, title, kinds, found)
+            draw_minutes(panel, title, found)
         return plots.saved(figure, "png")
 
 
-def draw_minutes(
-    panel: Any, title: str, kinds: list[str], found: dict[str, tuple[float, str]]
-) -> None:
-    """A bar for each kind, or words where it was not measured."""
-    rates = [found[kind][0] if kind in found else 0 for kind in kinds]
-    labels = [f"{found[k][0]:.3g}  {found[k][1]}" if k in found else "not measured" for k in kinds]
-    colors = ["#999999" if "this" not in kind and "best" not in kind else "C0" for kind in kinds]
-    panel.bar_label(panel.barh(kinds, rates, color=colors), labels, padding=4)
-    panel.set_ylim(len(kinds) - 0.5, -0.5)
-    panel.set_xlim(0, max(rates) * 2.3)
+def draw_minutes(panel: Any, title: str, found: dict[str, float]) -> None:
+    """A bar for each of what draws, the slowest first."""
+    rates = [*found.values()]
+    bars = panel.barh([*found], rates)
+    panel.bar_label(bars, [f"{rate:.3g}" for rate in rates], padding=4)
+    panel.set_ylim(len(rates) - 0.5, -0.5)
+    panel.set_xlim(0, max(rates) * 1.1)
     panel.grid(axis="y", visible=False)
     panel.set_xlabel("images a minute")
     panel.set_title(title)
@@ -298,7 +310,8 @@ def chart() -> bytes:
             draw_panel(panel, title, machines, order)
         axes[0].set_yticks(range(len(order)), order)
         figure.supxlabel(fill(f"slower than ar wherever measured: {losers}", 110), fontsize=8)
-        axes[1].legend(*axes[0].get_legend_handles_labels(), loc="upper right", fontsize=8)
+        known = axes[0].get_legend_handles_labels()
+        figure.legend(*known, loc="outside upper center", ncols=len(MACHINES), fontsize=8)
         return plots.saved(figure, "png")
 
 
@@ -330,7 +343,8 @@ def draw_panel(
         panel.plot(list(shown.values()), places, label=machine, markersize=7, **look)
     panel.axvline(1, color="black", linewidth=0.8)
     panel.set_ylim(-0.7, len(order) - 0.3)
-    panel.set_xlim(0, 2.2)
+    fastest = max(max(of.values()) for of in machines.values())
+    panel.set_xlim(0, 1.05 * fastest)
     panel.set_xlabel("speed against ar on the same machine")
     panel.set_title(title)
 
