@@ -57,7 +57,7 @@ CONSTANTS = {"tensor", "arange", "zeros", "ones", "full", "empty", "eye", "as_te
 
 # The size of the code, which `python -m scripts.house` prints: limits go down with it, and lines are rounded up to 500
 PRODUCT = 31_500  # lines of Python of lantern_hpu, backends and graphs
-WHOLE = 51_500  # lines of Python of the repository without its tests
+WHOLE = 52_000  # lines of Python of the repository without its tests
 NATIVE = 1_700  # lines of C of the product
 FILES = 133  # of Python of the product
 FUNCTIONS = 2_025  # of the product

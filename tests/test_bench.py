@@ -344,7 +344,7 @@ def test_what_is_measured_of_a_large_model_fits_its_methods() -> None:
         return [*map(str, bench.bench_request(parsed, LARGE).settings)]
 
     usual = settings()
-    assert {"eagle@chain_2", "eagle2@dynamic:1x0x1", "scd@8"} < set(usual) and len(usual) == 13
+    assert {"eagle@chain_2", "eagle2@dynamic:1x0x1", "scd@8"} < set(usual) and len(usual) == 14
     assert settings("--method", "ar,eagle@chain") == ["ar", "eagle@chain"]
     plain = bench.bench_request(bench.make_parser().parse_args([]))
     assert (plain.images, plain.batches, len(plain.settings)) == (8, [1, 8], 8)

@@ -432,7 +432,7 @@ def test_a_plan_counts_what_auto_would_load_and_draft_on_the_device(
     assert f"{T2I}, float32," in planned(capsys, T2I, *size, "cpu")
     monkeypatch.setattr(host, "native_bfloat16", lambda: "AMX")
     text = planned(capsys, T2I, *size, "cpu")
-    assert f"{T2I}, bfloat16," in text and "tree scd@2" in text
+    assert f"{T2I}, bfloat16," in text and "tree chain_2" in text
     assert "builtin, float32," in planned(capsys, "builtin", *size, "cpu")
     text = planned(capsys, T2I, *size, "cuda")
     assert f"{T2I}, bfloat16," in text and "tree scd@16" in text

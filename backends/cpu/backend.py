@@ -166,8 +166,8 @@ LARGE = 256 * 2**20
 # Drafts of a window: with guidance, a step over 2 or 5 fills 6 or 12 rows, which the native decoder multiplies at once.
 # At LlamaGen-XL's sizes the longer one is faster with AVX512-BF16, and slower than `ar` with AVX2 or weights of 8 bits.
 # With tiles the products of 32 rows cost 1.05 times those of two, of integers those of 16 rows 1.3 times: reckoned from
-# products that were measured on a Xeon, as no whole step was: there windows are fastest. Elsewhere a chain of two drafts
-# was the fastest lossless setting in each number format, or as fast as the best window.
+# products that were measured on a Xeon, as no whole step was: there windows are fastest.
+# Elsewhere a chain of two drafts was the fastest lossless setting in each format, or as fast as the best window.
 WINDOW = 2
 WINDOWS = {"avx512_amx": 16, "avx512_bf16": 5}
 QUANTIZED_WINDOWS = {"avx512_amx": 7}

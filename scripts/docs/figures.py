@@ -277,9 +277,10 @@ def minutes_chart() -> bytes:
     }
     panels |= {machine: minutes(file) for file, machine in MACHINES_OF_XL.items()}
     with plots.in_style("compare"):
-        figure, axes = plots.panels(8, 7.5, columns=1, rows=len(panels))
+        figure, axes = plots.panels(8, 7, rows=len(panels), sharey=False)
         for panel, (title, found) in zip(axes, panels.items(), strict=True):
             draw_minutes(panel, title, found)
+        axes[-1].set_xlabel("images a minute")
         return plots.saved(figure, "png")
 
 
@@ -291,8 +292,7 @@ def draw_minutes(panel: Any, title: str, found: dict[str, float]) -> None:
     panel.set_ylim(len(rates) - 0.5, -0.5)
     panel.set_xlim(0, max(rates) * 1.1)
     panel.grid(axis="y", visible=False)
-    panel.set_xlabel("images a minute")
-    panel.set_title(title)
+    panel.set_title(title, fontsize=10)
 
 
 def chart() -> bytes:

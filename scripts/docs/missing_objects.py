@@ -37,14 +37,23 @@ CAPTIONS = (
     "a windmill on green hills",
 )
 BATCH = 8
+# Guidance and temperature, the packaged ones first
+SAMPLINGS = ((3, 0.8), (3, 0.7), (4, 0.8), (4, 0.7), (5, 0.8))
 
 
-def missing(pipeline: LanternPipeline, caption: str, seeds: int, sampling: dict[str, float]) -> int:
+def missing(
+    pipeline: LanternPipeline, caption: str, seeds: int, guidance: float, temperature: float
+) -> int:
     """Pictures of a caption that lack its object, of so many seeds."""
     judge, count = Classifier.load(), 0
     for first in range(0, seeds, BATCH):
         images = pipeline(
-            caption, num_images_per_prompt=BATCH, seed=first, method="ar", **sampling
+            caption,
+            num_images_per_prompt=BATCH,
+            seed=first,
+            method="ar",
+            guidance_scale=guidance,
+            temperature=temperature,
         ).images
         pixels = np.stack([small(image) for image in images])
         found = judge.classify(pixels).matches([caption] * BATCH)
@@ -55,14 +64,14 @@ def missing(pipeline: LanternPipeline, caption: str, seeds: int, sampling: dict[
 def measured(seeds: int, other_seeds: int) -> list[dict[str, Any]]:
     """A row for each sampling, the packaged one first, with counts by caption."""
     pipeline = LanternPipeline.from_pretrained("builtin")
-    rows = []
-    for guidance, temperature in ((3, 0.8), (3, 0.7), (4, 0.8), (4, 0.7), (5, 0.8)):
-        sampling = {"guidance_scale": guidance, "temperature": temperature}
+    rows: list[dict[str, Any]] = []
+    for guidance, temperature in SAMPLINGS:
         of = other_seeds if rows else seeds
         counts = {
-            caption: missing(pipeline, caption, of, sampling)
+            caption: missing(pipeline, caption, of, guidance, temperature)
             for caption in tqdm(CAPTIONS, f"{guidance} : {temperature}")
         }
+        sampling = {"guidance_scale": guidance, "temperature": temperature}
         rows.append({"sampling": sampling, "seeds": of, "missing": counts})
     return rows
 
