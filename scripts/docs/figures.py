@@ -3,7 +3,7 @@
     python -m scripts.docs.figures            # rewrite the tables between their marks and the charts
     python -m scripts.docs.figures --check    # exit with 1 if a page has other figures than its raw file
     lantern-hpu race --turns 3 --output race
-    python -m scripts.docs.figures --race race    # with another race on the front page
+    python -m scripts.docs.figures --race race    # with another race in the tutorial
 
 A page marks a table with the comments `figures: FILE.json` and `end of figures`; the file lies in
 benchmarks/results. After it a graph mode may follow, in place of the best one, `batches` for a column a batch size,
@@ -37,7 +37,7 @@ from lantern_lab.measure.rows import in_numbers, relaxed_name
 from scripts import ROOT
 
 RESULTS, IMAGES = ROOT / "benchmarks" / "results", ROOT / "docs" / "images"
-RACE = "race.json"  # the front page's
+RACE = "race.json"  # the tutorial's
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 MARKED = re.compile(
     r"(<!-- figures: (\S+)(?: (\w+))? -->\n)(.*?)(<!-- end of figures -->)", re.DOTALL
@@ -245,7 +245,7 @@ def is_relaxed(row: dict[str, Any]) -> bool:
 
 
 def take_race(folder: Path) -> None:
-    """The raw file and the animation of a race, in place of those of the front page."""
+    """The raw file and the animation of a race, in place of those of the tutorial."""
     write_file(RESULTS / RACE, (folder / RACE).read_bytes(), force=True)
     write_file(IMAGES / "race.gif", (folder / "race.gif").read_bytes(), force=True)
 
