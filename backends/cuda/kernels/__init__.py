@@ -72,7 +72,7 @@ def triton_candidates(device: torch.device, dtype: torch.dtype) -> dict[str, Can
         "place": forward.triton_place,
         "probs": sample.triton_probs,
         "sample": sample.triton_sample,
-        "sample_distinct": sample.triton_distinct,
+        "sample_distinct": sample.launch_distinct,
         "walk": accept.triton_walk,
         "traverse": accept.triton_traverse,
         "product": products.triton_product,

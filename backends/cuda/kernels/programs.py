@@ -11,9 +11,8 @@ from torch import Tensor
 A_THREAD, WARP = 16, 32
 # Compute capability from which bfloat16 is native, and `tl.dot` multiplies by units
 AMPERE = (8, 0)
-LARGEST = (
-    65536  # vocabulary that one program holds; larger ones are shared out, or plain forms serve
-)
+# Vocabulary that one program holds; larger ones are shared out, or plain forms serve
+LARGEST = 65536
 PART = 16384  # tokens of one of several programs
 # Sums and products keep their roundings apart, as in torch: ties of the plain forms stay ties.
 EXACTLY = {"enable_fp_fusion": False}

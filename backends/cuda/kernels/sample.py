@@ -91,6 +91,13 @@ DIGITS = tl.constexpr(256)  # of 8 bits
 
 
 @triton.jit
+def shared_out(BLOCK: tl.constexpr):
+    """The distribution of a program, which part of it is the program's, and the tokens of that."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    return row, part, part * BLOCK + tl.arange(0, BLOCK)
+
+
+@triton.jit
 def ordered(x):
     """The bits of float32 numbers, which rise with them from the first to the last without a sign."""
     bits = x.to(tl.int32, bitcast=True)
@@ -130,9 +137,8 @@ def scaled_kernel(
     BLOCK: tl.constexpr,
 ):
     """One program a part: its scaled logits, the largest, and how many have each first digit."""
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, part, token = shared_out(BLOCK)
     rows, parts = tl.num_programs(0), tl.num_programs(1)
-    token = part * BLOCK + tl.arange(0, BLOCK)
     x = logits_at(logits, cfg_scale, temperature, row, rows, T, token, V, GUIDANCE)
     tl.store(out + row * V + token, x, mask=token < V)
     place = row * parts + part
@@ -154,9 +160,8 @@ def counted_kernel(
     BLOCK_P: tl.constexpr,
 ):
     """One program a part: how many of its numbers that agree in the known digits have each next one."""
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, part, token = shared_out(BLOCK)
     rows, parts = tl.num_programs(0), tl.num_programs(1)
-    token = part * BLOCK + tl.arange(0, BLOCK)
     key = ordered(tl.load(x + row * V + token, mask=token < V, other=0.0))
     known = leading_digits(counts, tl.load(top_k + row // T), row, rows, parts, KNOWN, BLOCK_P)
     agree = (token < V) & (((key ^ known) >> (32 - 8 * KNOWN)) == 0)
@@ -179,9 +184,8 @@ def weighed_kernel(
     BLOCK_P: tl.constexpr,
 ):
     """One program a part: its masses, and their sum."""
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, part, token = shared_out(BLOCK)
     rows, parts = tl.num_programs(0), tl.num_programs(1)
-    token = part * BLOCK + tl.arange(0, BLOCK)
     others = tl.arange(0, BLOCK_P)
     x = tl.load(out + row * V + token, mask=token < V, other=float("-inf"))
     top = tl.load(tops + row * parts + others, mask=others < parts, other=float("-inf"))
@@ -205,8 +209,8 @@ def divided_kernel(
     BLOCK_P: tl.constexpr,
 ):
     """One program a part: masses become probabilities."""
-    row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    token = part * BLOCK + tl.arange(0, BLOCK)
+    row, _, token = shared_out(BLOCK)
+    parts = tl.num_programs(1)
     others = tl.arange(0, BLOCK_P)
     total = tl.sum(tl.load(masses + row * parts + others, mask=others < parts, other=0.0), 0)
     mass = tl.load(out + row * V + token, mask=token < V, other=0.0)
@@ -331,8 +335,7 @@ def masses_kernel(
     BLOCK: tl.constexpr,
 ):
     """One program a part."""
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    token = part * BLOCK + tl.arange(0, BLOCK)
+    row, part, token = shared_out(BLOCK)
     mass = tl.load(probs + row * V + token, mask=token < V, other=0.0)
     tl.store(masses + row * tl.num_programs(1) + part, tl.sum(mass, 0))
 
@@ -386,7 +389,7 @@ def distinct_in_parts(probs: Tensor, uniform: Tensor, out: Tensor) -> Tensor:
 
 @operator("distinct(Tensor probs, Tensor uniform) -> Tensor", tokens_out)
 def launch_distinct(probs: Tensor, uniform: Tensor) -> Tensor:
-    """probs [..., V], uniform [..., draws] -> [..., draws] int32."""
+    """`sampling.sample_distinct`: probs [..., V], uniform [..., draws] -> [..., draws] int32."""
     out = tokens_out(probs, uniform)
     vocabulary, draws = probs.shape[-1], uniform.shape[-1]
     if vocabulary > LARGEST:
@@ -408,8 +411,3 @@ def launch_distinct(probs: Tensor, uniform: Tensor) -> Tensor:
 def triton_sample(probs: Tensor, uniform: Tensor) -> Tensor:
     """`sampling.sample`: probs [..., V], uniform [...] -> [...] int32."""
     return launch_distinct(probs, uniform[..., None])[..., 0]
-
-
-def triton_distinct(probs: Tensor, uniform: Tensor) -> Tensor:
-    """`sampling.sample_distinct`: probs [..., V], uniform [..., c] -> [..., c] int32."""
-    return launch_distinct(probs, uniform)
