@@ -31,7 +31,7 @@ from lantern_hpu.decode.requirements import find_model, parse_memory
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.decode.state import walk_tensors
 from lantern_hpu.errors import DeviceError, OptionError
-from lantern_hpu.methods.setting import Setting
+from lantern_hpu.methods.setting import Setting, typed
 from lantern_hpu.models.config import ConditionConfig, ModelConfig
 from lantern_hpu.models.files.load import open_model
 from lantern_hpu.models.files.names import PartOverrides
@@ -517,7 +517,7 @@ def test_no_column_of_the_plan_says_the_same_in_each_line(
 
 @pytest.mark.parametrize("tree", ["scd:8", "scd:8:commit=2", "sjd-pac:4:2x1", "jacobi:4"])
 def test_a_plan_writes_windows_as_they_are_typed(tree: str) -> None:
-    assert str(Setting.parse(plan.typed(tree))) == plan.typed(tree) != tree
+    assert str(Setting.parse(typed(tree))) == typed(tree) != tree
 
 
 @pytest.mark.parametrize("name", ["builtin", *entries()])

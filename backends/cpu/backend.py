@@ -169,8 +169,9 @@ LARGE = 256 * 2**20
 # products that were measured on a Xeon, as no whole step was: there windows are fastest.
 # Elsewhere a chain of two drafts was the fastest lossless setting in each format, or as fast as the best window.
 WINDOW = 2
-WINDOWS = {"avx512_amx": 16, "avx512_bf16": 5}
-QUANTIZED_WINDOWS = {"avx512_amx": 7}
+TILES = "avx512_amx"
+WINDOWS = {TILES: 16, "avx512_bf16": 5}
+QUANTIZED_WINDOWS = {TILES: 7}
 
 
 @dataclass(frozen=True)
@@ -254,9 +255,9 @@ class CPUBackend(Backend):
         if parameters < LARGE_PARAMETERS:
             return DraftingDefaults("ar", WINDOW, idle_arithmetic=False)
         windows = QUANTIZED_WINDOWS if quantize else WINDOWS
-        window = windows.get(native.isa(), WINDOW)
-        method = "scd" if native.isa() in QUANTIZED_WINDOWS else "eagle"
-        return DraftingDefaults(method, window, idle_arithmetic=False)
+        isa = native.isa()
+        method = "scd" if isa == TILES else "eagle"
+        return DraftingDefaults(method, windows.get(isa, WINDOW), idle_arithmetic=False)
 
     def best_dtype(self, parameters: int = 0) -> tuple[str, str]:
         """bfloat16 where something takes it and reading the model takes the time; a small model keeps exact figures."""

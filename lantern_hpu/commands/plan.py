@@ -20,7 +20,7 @@ from lantern_hpu.backends import BYTES, QUANTIZED, DeviceOptions, prepare
 from lantern_hpu.commands.options import Parser, add_fields, from_args
 from lantern_hpu.errors import OptionError, as_option, exit_code, listed, shell, spelled
 from lantern_hpu.files import amount
-from lantern_hpu.methods.setting import AUTO, METHODS
+from lantern_hpu.methods.setting import AUTO, METHODS, typed
 from lantern_hpu.models.files.names import PartOverrides
 from lantern_hpu.results.tables import WIDTH, Table, aligned, between, figure
 from lantern_hpu.serve.options import DEFAULT
@@ -155,12 +155,6 @@ def plan_report(name: str, model: ModelConfig, setup: Setup, device: DeviceMemor
     verdict, *less = fit_report(model, setup, device, device.memory)
     yield verdict
     yield from (f"  {spelled(line, as_option)}" for line in less)
-
-
-def typed(tree: str) -> str:
-    """A tree's name as it is given to --method: that of a window `scd:16` is `scd@16`."""
-    method, _, sizes = tree.partition(":")
-    return f"{method}@{sizes}" if sizes and method in METHODS else tree
 
 
 def serve_report(

@@ -385,6 +385,12 @@ def tree_text(tree: Tree | str) -> str:
     return tree.name if isinstance(tree, DynamicTree) else tree.file or tree.name
 
 
+def typed(tree: str) -> str:
+    """A tree's name as it is given to --method: that of a window `scd:16` is `scd@16`."""
+    method, _, sizes = tree.partition(":")
+    return f"{method}@{sizes}" if sizes and method in METHODS else tree
+
+
 # ----------------------------------------------------------------------------------------- resolve
 
 

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from lantern_hpu.core import ImageRecord
 from lantern_hpu.files import write_file
 from lantern_hpu.methods.request import in_turn
-from lantern_hpu.methods.setting import Resolved
+from lantern_hpu.methods.setting import Resolved, typed
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import tokens_per_step
 from lantern_hpu.results.prompts import usual_prompts
@@ -82,7 +82,7 @@ def plot(rows: Sequence[Mapping[str, Any]]) -> bytes:
                 for row, across, up in zip(mine, x, y, strict=True):
                     about = row["row"].partition("@")[0].partition(":")[2]
                     plots.label_point(axes, about, (across, up), colours[rule])
-            axes.set_title(tree.replace(":", "@", 1))
+            axes.set_title(typed(tree))
             axes.set_xlabel("TV a token")
             axes.set_xlim(-0.03, max(row["tv_per_token"] for row in metered) + 0.04)
         panels[0].set_ylabel("tokens a step")

@@ -11,7 +11,7 @@ from typing import Any
 from lantern_hpu.errors import Arg, OptionError, shell, words
 from lantern_hpu.files import check_free
 from lantern_hpu.methods import tuned_trees
-from lantern_hpu.methods.setting import AUTO, METHODS, WINDOWS, Resolved, Setting, one_of
+from lantern_hpu.methods.setting import AUTO, METHODS, WINDOWS, Resolved, Setting, one_of, typed
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.progress import ProgressBar
 from lantern_hpu.results.tables import Table
@@ -92,7 +92,7 @@ class Tuning:
 
 def shown(row: Row) -> str:
     """A window as the setting that draws with it."""
-    return "ar" if row.method == "ar" else row.tree.replace(":", "@")
+    return "ar" if row.method == "ar" else typed(row.tree)
 
 
 def check_model(pipeline: LanternPipeline, situation: tuned_trees.Situation) -> None:

@@ -8,8 +8,8 @@
 A page marks a table with the comments `figures: FILE.json` and `end of figures`; the file lies in
 benchmarks/results. After it a graph mode may follow, in place of the best one, `batches` for a column a batch size,
 `pictures` for what `evaluate` measured, `tv` for what `lantern_lab.measure.frontier` did, `projected` for its tokens a
-step with the projected steps of a Gaudi 2, `race`, `objects`,
-or `fastest` for the best setting by machine.
+step with the projected steps of a Gaudi 2, `race`, `objects` for
+what `scripts.docs.missing_objects` counted, or `fastest` for the best settings by machine.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ PROGRAMS = {
     "lantern_hpu": "this package",
 }
 COST = 0.1  # total variation a token, at most, of the chart's relaxed setting
+LOSSLESS, BOUNDED = "lossless", f"TV at most {COST:g}"
 
 
 def read(file: str) -> dict[str, Any]:
@@ -172,30 +173,29 @@ def tv_table(file: str) -> str:
     return markdown(["setting", "tokens a step", "TV a token"], lines)
 
 
-def best_settings(file: str) -> list[tuple[float, dict[str, Any]] | None]:
-    """`ar`, the fastest lossless setting and the fastest of bounded cost, each with its speed; None: not measured."""
-    found = speeds(file)
-    kinds = (
-        [pair for pair in found if pair[1]["method"] == "ar"],
-        [pair for pair in found if not is_relaxed(pair[1])],
-        [pair for pair in found if is_relaxed(pair[1]) and pair[1]["tv_per_token"] <= COST],
-    )
-    return [max(kind, key=lambda pair: pair[0], default=None) for kind in kinds]
+def best_settings(file: str) -> dict[str, tuple[float, dict[str, Any]]]:
+    """The fastest setting of each kind that was measured, with its speed."""
+    kinds = {
+        "ar": lambda row: row["method"] == "ar",
+        LOSSLESS: lambda row: not is_relaxed(row),
+        BOUNDED: lambda row: is_relaxed(row) and (row.get("tv_per_token") or 1) <= COST,
+    }
+    found = {kind: [pair for pair in speeds(file) if fits(pair[1])] for kind, fits in kinds.items()}
+    return {kind: max(pairs, key=lambda pair: pair[0]) for kind, pairs in found.items() if pairs}
 
 
 def fastest_table() -> str:
     """The one answer to what is fastest: a line a machine."""
     lines = []
     for file, machine in MACHINES_OF_XL.items():
-        alone, *others = best_settings(file)
-        assert alone is not None
-        cells = [f"{alone[1]['p50_seconds_per_image']:.3g} s"]
-        cells += [
-            f"{best[0]:.2f}x, `{label_of(best[1])}`" if best else "not measured" for best in others
-        ]
-        lines.append([machine, read(file)["date"], *cells])
-    head = f"machine | date | `ar` | fastest lossless | fastest at TV at most {COST:g}"
-    return markdown(head.split(" | "), lines)
+        best = best_settings(file)
+        cells = [machine, read(file)["date"], f"{best['ar'][1]['p50_seconds_per_image']:.3g} s"]
+        for kind in (LOSSLESS, BOUNDED):
+            speed, row = best.get(kind, (0, {}))
+            cells.append(f"{speed:.2f}x, `{label_of(row)}`" if row else "not measured")
+        lines.append(cells)
+    head = ["machine", "date", "`ar`", f"fastest {LOSSLESS}", f"fastest at {BOUNDED}"]
+    return markdown(head, lines)
 
 
 def objects_table(file: str) -> str:
@@ -255,11 +255,10 @@ def take_race(folder: Path) -> None:
 
 def minutes(file: str) -> dict[str, float]:
     """Images a minute by what draws them: `ar`, the fastest lossless setting, the fastest of bounded cost."""
-    found = [pair[1] for pair in best_settings(file) if pair]
-    kinds = ("ar", "lossless: ", f"TV at most {COST:g}: ")
-    names = [kind + label_of(row) * (kind != "ar") for kind, row in zip(kinds, found, strict=False)]
-    rates = [60 / row["p50_seconds_per_image"] for row in found]
-    return dict(zip(names, rates, strict=True))
+    return {
+        kind if kind == "ar" else f"{kind}: {label_of(row)}": 60 / row["p50_seconds_per_image"]
+        for kind, (_, row) in best_settings(file).items()
+    }
 
 
 def minutes_of_programs() -> dict[str, float]:
@@ -270,11 +269,8 @@ def minutes_of_programs() -> dict[str, float]:
 
 def minutes_chart() -> bytes:
     """Images a minute at LlamaGen-XL's sizes: a panel a run."""
-    panels = {
-        "One token a step, by program: 2 cores of an AMD EPYC (Zen 4), bfloat16": (
-            minutes_of_programs()
-        )
-    }
+    programs = "One token a step, by program: 2 cores of an AMD EPYC (Zen 4), bfloat16"
+    panels = {programs: minutes_of_programs()}
     panels |= {machine: minutes(file) for file, machine in MACHINES_OF_XL.items()}
     with plots.in_style("compare"):
         figure, axes = plots.panels(8, 7, rows=len(panels), sharey=False)

@@ -42,10 +42,15 @@ SAMPLINGS = ((3, 0.8), (3, 0.7), (4, 0.8), (4, 0.7), (5, 0.8))
 
 
 def missing(
-    pipeline: LanternPipeline, caption: str, seeds: int, guidance: float, temperature: float
+    pipeline: LanternPipeline,
+    judge: Classifier,
+    caption: str,
+    seeds: int,
+    guidance: float,
+    temperature: float,
 ) -> int:
     """Pictures of a caption that lack its object, of so many seeds."""
-    judge, count = Classifier.load(), 0
+    count = 0
     for first in range(0, seeds, BATCH):
         images = pipeline(
             caption,
@@ -63,12 +68,12 @@ def missing(
 
 def measured(seeds: int, other_seeds: int) -> list[dict[str, Any]]:
     """A row for each sampling, the packaged one first, with counts by caption."""
-    pipeline = LanternPipeline.from_pretrained("builtin")
+    pipeline, judge = LanternPipeline.from_pretrained("builtin"), Classifier.load()
     rows: list[dict[str, Any]] = []
     for guidance, temperature in SAMPLINGS:
         of = other_seeds if rows else seeds
         counts = {
-            caption: missing(pipeline, caption, of, guidance, temperature)
+            caption: missing(pipeline, judge, caption, of, guidance, temperature)
             for caption in tqdm(CAPTIONS, f"{guidance} : {temperature}")
         }
         sampling = {"guidance_scale": guidance, "temperature": temperature}
