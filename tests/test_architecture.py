@@ -291,6 +291,17 @@ def test_few_modules_lie_beside_the_folders() -> None:
 SHARED_NAMES = {"main", "make_parser"}
 
 
+def test_no_large_file_is_kept_by_accident() -> None:
+    """Weights that a test or a trial left in a checkout stay out of it: those that ship lie with the package."""
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    found = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=False)
+    if found.returncode:
+        pytest.skip("this is no checkout of git")
+    files = [ROOT / name for name in found.stdout.split("\0") if name]
+    large = {str(file.relative_to(ROOT)) for file in files if file.stat().st_size > 2**20}
+    assert all(name.startswith("lantern_hpu/assets/") for name in large), large
+
+
 def test_a_name_stands_for_one_thing() -> None:
     """No public function or class of a module is called as one of another module."""
     places: dict[str, list[str]] = {}
