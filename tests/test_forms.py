@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lantern_hpu.backends import QUANTIZED
 from lantern_hpu.backends.base import get_backend
 from lantern_hpu.backends.cuda import forms
 from lantern_hpu.backends.cuda.backend import CUDABackend, CUDAPlan
@@ -80,7 +82,7 @@ class Card(forms.Card):
     def product(self, *given: Any) -> Tensor:
         """The plain one, in the place of Triton's."""
         self.form = given[-1]
-        assert len(given) == 9 and FORMS[self.form]
+        assert len(given) == 10 and FORMS[self.form]
         wrong = self.spoiled.get(self.form)
         if wrong == "compiler":
             raise RuntimeError("PTX assembly aborted\nptxas fatal: no such instruction")
@@ -258,15 +260,17 @@ def laid_out(card: Card, modules: Any, graphs: str = "eager", product: bool = Tr
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("small", [False, True], ids=["whole", "int8"])
-def test_an_image_drawn_by_forms_is_the_plain_one(bias: bool, small: bool) -> None:
+@pytest.mark.parametrize("numbers", ["whole", "int8", "int4", "mixed"])
+def test_an_image_drawn_by_forms_is_the_plain_one(bias: bool, numbers: str) -> None:
     """Of a target whose products have biases or not, and a drafter without a norm before its attention."""
     requests = [request("ab", 1, relaxation=Multiplicative(4, lam=3.0)), request("abcd", 2)]
     config = tiny_config(qkv_bias=bias, kv_heads=1)
     spec = spec_for(SMALL_TREE, requests, config=config)
     card, models, others = Card(multiply_add=1.0, dot=1.0), tiny_models(config), tiny_models(config)
-    for module in (*models, *others) if small else ():
-        replace_layers(module, torch.nn.Linear, quantized_layer)
+    small = {"whole": (), "mixed": (models[0].layers[0], others[0].layers[0])}
+    for module in small.get(numbers, (*models, *others)):
+        form = "int4" if numbers == "mixed" else numbers
+        replace_layers(module, torch.nn.Linear, partial(quantized_layer, form=form))
     want = draw(make_engine(others, spec), requests)
     made = laid_out(card, models)
     got = draw(make_engine(models, spec), requests)
@@ -275,6 +279,8 @@ def test_an_image_drawn_by_forms_is_the_plain_one(bias: bool, small: bool) -> No
     rows = {line.split(", ")[-1] for line in made.decided}
     assert {"20 rows", "12 rows", "4 rows"} <= rows
     assert all(not line.startswith(CUBLAS) for line in made.decided.values())
+    packed = any("int4 in groups of 64 by float32" in name for name in made.decided)
+    assert packed == (numbers in ("int4", "mixed"))
 
 
 def test_forms_are_chosen_before_a_recording_and_only_read_in_it() -> None:
@@ -307,12 +313,13 @@ def test_what_no_form_fits_is_left_alone() -> None:
     assert not isinstance(others[0].forward, LinearForm)
 
 
-def test_matrices_of_8_bits_outside_of_blocks_have_forms_too() -> None:
+@pytest.mark.parametrize("form", QUANTIZED)
+def test_small_matrices_outside_of_blocks_have_forms_too(form: str) -> None:
     """A head of two matrices, what a drafter reads, and lower layers: in a step nothing is widened."""
     models: Any = tiny_models(aux_layers=(0,))
     models[0].head = MLPHead(64, 48, models[0].config.vocab_size).requires_grad_(False)
     for module in models:
-        replace_layers(module, torch.nn.Linear, quantized_layer)
+        replace_layers(module, torch.nn.Linear, partial(quantized_layer, form=form))
     card, widened = Card(multiply_add=1.0, dot=1.0), list[Any]()
     made = laid_out(card, models)
     requests = [request("ab", 1)]
@@ -327,14 +334,15 @@ def test_matrices_of_8_bits_outside_of_blocks_have_forms_too() -> None:
 
 
 @pytest.mark.parametrize("images", [1, 2, 4, 8])
-def test_what_auto_draws_with_8_bits_widens_no_matrix(images: int) -> None:
+@pytest.mark.parametrize("form", QUANTIZED)
+def test_what_auto_draws_with_small_matrices_widens_none(images: int, form: str) -> None:
     """Else a step would read and write five bytes a number, two and a half times those of bfloat16."""
     sizes = find_model("emu3.5-image", PartOverrides()).config.target
-    defaults = CUDABackend().drafting_defaults(sizes.parameters, "int8")
+    defaults = CUDABackend().drafting_defaults(sizes.parameters, form)
     context = ResolveContext(sizes.codes, sizes.tokens, False, defaults=defaults, images=images)
     tree = resolve(Setting(), context).tree
     small = tiny_models()[0].layers
-    replace_layers(small, torch.nn.Linear, quantized_layer)
+    replace_layers(small, torch.nn.Linear, partial(quantized_layer, form=form))
     parts = [products_of(block)["down"] for block in small]
     asked = AskedProduct("down", parts, 2 * images * tree.size, torch.bfloat16)
     assert tree.size > 1 and asked.offered

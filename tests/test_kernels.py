@@ -57,7 +57,7 @@ from lantern_hpu.ops.kernels import (
     product,
 )
 from lantern_hpu.ops.kv_cache import KVCache
-from lantern_hpu.ops.quantized import quantized
+from lantern_hpu.ops.quantized import group_of, quantized
 from lantern_hpu.ops.sampling import SamplingParams, guided_probs, sample, sample_distinct
 from lantern_hpu.tree import DraftTree, load_tree
 from lantern_hpu.zoo.registry import entries
@@ -676,9 +676,10 @@ def multiplied(
         return random.normal(*shape).to(dtype)
 
     gated = "gated" in around
-    weight, scale = some(columns * (1 + gated), depth) * depth**-0.5, None
-    if "int8" in around:
-        weight, scale = quantized(weight)
+    weight = some(columns * (1 + gated), depth) * depth**-0.5
+    group = group_of(depth, "int4") if "int4" in around else 0
+    small = quantized(weight, group) if "int" in around else (weight,)
+    weight, scale, zero = (*small, None, None)[:3]
     return [
         some(rows, depth),
         weight,
@@ -688,20 +689,23 @@ def multiplied(
         1e-5,
         gated,
         scale,
+        zero,
     ]
 
 
 AROUND = (
     "norm gated int8",
+    "norm gated int4",
     "norm bias residual",
     "",
     "norm bias int8",
+    "bias residual int4",
     "residual",
     "int8",
     "norm gated",
 )
 # Columns and depth that the blocks of forms divide and do not; one of each alone
-SIZES = ((5, 33), (3, 300), (4, 256), (32, 1024), (1, 1))
+SIZES = ((5, 33), (3, 320), (4, 256), (32, 1024), (1, 1))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -1027,20 +1031,18 @@ def test_kernels_compile_for_each_generation(dtype: torch.dtype, capability: int
     assert len(stand_ins) == 18 and all(made.shared for made in stand_ins)
 
 
-ROWS_OF_FORMS = (16, 32, 64, 128, 256)  # the largest of each size of a program
+ROWS_OF_FORMS = (8, 16, 32, 64, 128, 256)  # the largest of each size of a program
 
 
 @pytest.mark.parametrize("capability", mostly_slow(SHARED, 86))
-@pytest.mark.parametrize(
-    "form", mostly_slow([n for n, f in FORMS.items() if f.kernel == "dot"], "dot 32x128")
-)
-@pytest.mark.parametrize("kind", mostly_slow(["bfloat16", "float32", "int8"], "bfloat16"))
+@pytest.mark.parametrize("form", mostly_slow(list(FORMS), "dot 32x128"))
+@pytest.mark.parametrize("kind", mostly_slow(["bfloat16", "float32", "int8", "int4"], "bfloat16"))
 @pytest.mark.parametrize("rows", mostly_slow(ROWS_OF_FORMS, 64))
 @pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")
 def test_forms_fit_the_shared_memory_of_each_generation(
     capability: int, form: str, kind: str, rows: int
 ) -> None:
-    how, small = FORMS[form], kind == "int8"
+    how, small = FORMS[form], kind.startswith("int")
     if rows not in (how.small_rows if small else how.rows):
         pytest.skip("it does not serve these")
     dtype = torch.bfloat16 if small else getattr(torch, kind)

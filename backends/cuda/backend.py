@@ -30,12 +30,6 @@ DTYPES = {
 }
 
 
-def dtypes_of(capability: tuple[int, int]) -> dict[str, str]:
-    """Those that a card of this compute capability multiplies natively."""
-    native = capability >= AMPERE
-    return {name: why for name, why in DTYPES.items() if native or name != "bfloat16"}
-
-
 # ----------------------------------------------------------------------------------------- backend
 
 WHEELS = "https://pytorch.org/get-started/locally"
@@ -90,7 +84,7 @@ class CUDABackend(Backend):
         "eager": "every operator is a launch of its own, which takes longer than most of them run",
     }
 
-    quantized = ("int8",)
+    quantized = ("int8", "int4")
     transfers = CUDATransfers()
     shares_pool = True
     overlaps = True
@@ -106,12 +100,13 @@ class CUDABackend(Backend):
             return False, why
         if not torch.cuda.is_available():
             return False, unusable()
-        self.dtypes = dtypes_of(torch.cuda.get_device_capability())
+        native = torch.cuda.get_device_capability() >= AMPERE
+        self.dtypes = {name: why for name, why in DTYPES.items() if native or name != "bfloat16"}
         return True, torch.cuda.get_device_name()
 
     def drafting_defaults(self, parameters: int, quantize: str | None = None) -> DraftingDefaults:
         """A window: on an H200, at LlamaGen-XL's sizes, the fastest of the lossless settings that were measured; of
-        the trees of `eagle` a chain, for one image and for eight. Matrices of 8 bits have forms for so many rows: with
+        the trees of `eagle` a chain, for one image and for eight. Small matrices have forms for so many rows: with
         guidance those of eight images, which one draft less keeps within."""
         window = SMALL_ROWS // 16 - 1 if quantize in self.quantized else ACCELERATOR.window
         return DraftingDefaults(method="scd", window=window, tree="chain")

@@ -91,8 +91,9 @@ class BlockProduct(NamedTuple):
     def arguments(self, x: Tensor, residual: Tensor | None) -> tuple[Any, ...]:
         """Those of `kernels.product`."""
         norm, eps = (self.norm.weight, self.norm.eps) if self.norm else (None, 0.0)
-        scale = getattr(self.linear, "scale", None)
-        return x, self.linear.weight, self.linear.bias, norm, residual, eps, self.gated, scale
+        linear = self.linear
+        small = getattr(linear, "scale", None), getattr(linear, "zero", None)
+        return x, linear.weight, linear.bias, norm, residual, eps, self.gated, *small
 
 
 def products_of(block: Any) -> dict[str, BlockProduct]:
@@ -111,7 +112,7 @@ class AskedProduct(NamedTuple):
     """A product whose form is asked for: that of all blocks of a module, with so many rows.
 
     Attributes:
-        dtype: of the rows, where the matrices have 8 bits.
+        dtype: of the rows, where the matrices have 8 or 4 bits.
     """
 
     name: str
@@ -124,14 +125,16 @@ class AskedProduct(NamedTuple):
         (linear, norm, *_) = self.parts[0]
         layers = len(self.parts)
         around = ["norm"] * (norm is not None) + [self.name] + ["bias"] * (linear.bias is not None)
-        sizes = f"{linear.out_features} x {linear.in_features} {dtype_name(linear.weight.dtype)}"
+        numbers = dtype_name(linear.weight.dtype)
         if self.small:
-            sizes += f" by {dtype_name(self.dtype)}"
+            groups = f" in groups of {linear.group}" if linear.group else ""
+            numbers = f"int{linear.bits}{groups} by {dtype_name(self.dtype)}"
+        sizes = f"{linear.out_features} x {linear.in_features} {numbers}"
         return f"product {' + '.join(around)}, {sizes}, {layers} layers, {self.rows} rows"
 
     @property
     def small(self) -> bool:
-        return bool(self.parts[0].linear.weight.dtype == torch.int8)
+        return isinstance(self.parts[0].linear, QuantizedLinear)
 
     @property
     def offered(self) -> list[str]:
@@ -172,18 +175,18 @@ class ProductCheck:
     def case(self) -> tuple[tuple[Any, ...], Tensor, Tensor]:
         """Arguments of `kernels.product`, the columns that are compared, and what they are."""
         given = self.asked.parts[0].arguments(*self.asked.inputs())
-        x, weight, bias, norm, residual, eps, gated, scale = given
+        x, weight, bias, norm, residual, eps, gated, *small = given
         width = len(weight) // (1 + gated)
         end = torch.arange(min(width, EDGE), device=x.device)
         columns = torch.cat([end, width - 1 - end]).unique()
         rows = torch.cat([columns, width + columns]) if gated else columns
 
-        def part(values: Tensor | None, index: Tensor = rows) -> Tensor | None:
-            return None if values is None else values[..., index].cpu()
+        def part(values: Tensor | None, index: Any = rows) -> Tensor | None:
+            return None if values is None else values[index].cpu()
 
-        matrix, whole = weight[rows].cpu(), None if norm is None else norm.cpu()
-        around = part(bias), whole, part(residual, columns), eps, gated, part(scale)
-        return given, columns, product(x.cpu(), matrix, *around)
+        around = part(bias), part(norm, ...), part(residual, (..., columns)), eps, gated
+        wanted = product(x.cpu(), weight[rows].cpu(), *around, *map(part, small))
+        return given, columns, wanted
 
     def fault(self, form: str) -> str:
         """Why it is refused: it gives something else than the twin. Nothing, if it is right."""
@@ -213,12 +216,12 @@ class Forms:
 
     def multiply(self, form: str, *given: Any) -> Tensor:
         """The product in a form; `given` are the arguments of `kernels.product`."""
-        x, weight, bias, norm, residual, eps, gated, scale = given
+        x, weight, bias, norm, residual, eps, gated, scale, zero = given
         if form != CUBLAS:
             assert self.kernels.product is not None
             return self.kernels.product(*given, form)
         if scale is not None:
-            weight = dequantized(weight, scale, x.dtype)
+            weight = dequantized(weight, scale, x.dtype, zero)
         y = F.linear(x if norm is None else self.kernels.rms_norm(x, norm, eps), weight, bias)
         y = self.kernels.swiglu(y) if gated else y
         return y if residual is None else residual + y
@@ -400,14 +403,25 @@ def install(modules: Sequence[nn.Module], forms: Forms) -> None:
         if not (blocks and all(hasattr(block, "fused") for block in blocks)):
             continue
         if all(map(fits, blocks)):
-            fused = BlockForms(blocks, forms)
-            for block in blocks:
-                block.fused = fused
+            for alike in kinds_of(blocks):
+                fused = BlockForms(alike, forms)
+                for block in alike:
+                    block.fused = fused
         inside = {part for block in blocks for part in block.modules()}
         for kind in (nn.Linear, QuantizedLinear):
             for path, linear in matrix_layers(module, kind):
                 if linear not in inside and is_whole(linear):
                     linear.forward = LinearForm(path.rpartition(".")[2], linear, forms)
+
+
+def kinds_of(blocks: Sequence[Any]) -> list[list[Any]]:
+    """Blocks whose matrices have the same formats: a checkpoint may keep some layers as floats, others in 4 bits."""
+    kinds: dict[Any, list[Any]] = {}
+    for block in blocks:
+        linears = [part.linear for part in products_of(block).values()]
+        formats = tuple((linear.weight.dtype, getattr(linear, "group", 0)) for linear in linears)
+        kinds.setdefault(formats, []).append(block)
+    return list(kinds.values())
 
 
 def fits(block: Any) -> bool:

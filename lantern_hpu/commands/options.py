@@ -15,7 +15,6 @@ from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
 from lantern_hpu.backends import BACKENDS, DeviceOptions
 from lantern_hpu.commands.config import PREFIX, words_of
-from lantern_hpu.core import Sampling
 from lantern_hpu.errors import Arg, as_option, listed, part_of_setting
 from lantern_hpu.fields import IMAGE_PARAMS, Param, argument_name, params_of
 from lantern_hpu.graphs import RUNNERS
@@ -198,14 +197,9 @@ def output_path(text: str) -> str:
     return os.path.expanduser(text)
 
 
-def dests(kind: type[Any]) -> dict[str, str]:
-    """Where parsed arguments hold the fields of a dataclass, by field."""
-    return {part.name: argument_name(part) for part in fields(kind)}
-
-
 def given_fields(kind: type[Any], args: argparse.Namespace) -> dict[str, Any]:
     """The fields of a dataclass that a command has options for and that were given."""
-    given = {name: getattr(args, dest, None) for name, dest in dests(kind).items()}
+    given = {part.name: getattr(args, argument_name(part), None) for part in fields(kind)}
     return {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in given.items()
@@ -264,8 +258,3 @@ def names(text: str | None, option: str) -> tuple[str, ...]:
 def settings_of(args: argparse.Namespace, usual: str) -> list[Setting]:
     """The settings of `--method`, else the usual ones."""
     return [Setting.parse(text) for text in listed(args.method or usual, "method")]
-
-
-def add_sampling_options(group: Group) -> None:
-    """Of which the model has its own defaults."""
-    add_image_params(group, *(part.name for part in fields(Sampling)))

@@ -223,6 +223,7 @@ def product(
     eps: float,
     gated: bool,
     scale: Tensor | None = None,
+    zero: Tensor | None = None,
 ) -> Tensor:
     """A linear layer with what stands around it: RMS norm, product, SwiGLU, residual sum.
 
@@ -230,11 +231,11 @@ def product(
         x: [..., K]. weight: [N, K], with `gated` [2 N, K]: gates, then ups. bias: [N], or None.
         norm: [K] and eps, of a norm before the product; None: there is none.
         residual: [..., N], what the product is added to, or None.
-        scale: [N] or [2 N] float32, of a weight int8: see `dequantized`.
+        scale, zero: of a weight of 8 or 4 bits: see `dequantized`.
 
     Returns [..., N].
     """
-    weight = weight if scale is None else dequantized(weight, scale, x.dtype)
+    weight = weight if scale is None else dequantized(weight, scale, x.dtype, zero)
     y = F.linear(x if norm is None else rms_norm(x, norm, eps), weight, bias)
     y = swiglu(y) if gated else y
     return y if residual is None else residual + y

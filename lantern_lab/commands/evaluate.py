@@ -15,7 +15,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from lantern_hpu.backends import DeviceOptions, prepare
 from lantern_hpu.commands import options
@@ -70,7 +70,7 @@ def make_parser() -> Parser:
     add("--no-floor", action="store_true")
     add("--folder", action="append", default=[])
     add("--metrics")
-    options.add_sampling_options(parser)
+    options.add_image_params(parser, *(part.name for part in fields(Sampling)))
     options.add_device_options(parser)
     add_fields(parser, DeviceOptions, "threads", "quantize")
     add_fields(parser, EvaluateRequest, "workers", "export")

@@ -20,11 +20,10 @@ from torch import Tensor
 
 from lantern_hpu.backends.base import operator
 from lantern_hpu.backends.cuda.kernels.forward import triton_rotate, turned
-from lantern_hpu.backends.cuda.kernels.programs import EXACTLY, block_of, warps
+from lantern_hpu.backends.cuda.kernels.programs import EXACTLY, FEWEST, block_of, warps
 from lantern_hpu.ops.kernels import CacheWrite, HeadNorms, attend, attention
 
 WIDEST = 128  # features of a head that fit a program
-FEWEST = 16  # queries or keys that a product of matrices takes
 MOST_SPLITS = 8  # programs that share the keys of a row, for each head of the queries
 # Parts (queries of a head by splits) that one program brings together: 128 KB of 128 features
 MOST_PARTS = 256
@@ -259,11 +258,6 @@ def attention_out(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return q.new_empty(rows, tokens, heads, width).transpose(1, 2)
 
 
-def most_queries(q: Tensor) -> int:
-    """Of one program: matrix units take numbers of two bytes; products of others fill the registers."""
-    return 64 if q.element_size() == 2 else FEWEST
-
-
 def splits_of(slots: int, block: int, share: int) -> int:
     """With more rows fewer would do, but an image's bits must not depend on its company."""
     most = min(MOST_SPLITS * share, MOST_PARTS // share, triton.cdiv(slots, block) // 2)
@@ -290,7 +284,9 @@ def attended(
     q = q if q.stride(-1) == 1 else q.contiguous()
     rows, heads, tokens, width = q.shape
     mask = mask.expand(rows, -1, -1, -1).contiguous()
-    most, slots = most_queries(q), k.shape[2]
+    # Matrix units take numbers of two bytes; products of others fill the registers
+    most = 64 if q.element_size() == 2 else FEWEST
+    slots = k.shape[2]
     keys = (128 if slots <= ALONE else 64) if most > FEWEST else 32
     kv = k.shape[1]
     share = heads // kv

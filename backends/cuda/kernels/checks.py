@@ -121,7 +121,7 @@ def multiplied(form: str, dtype: torch.dtype) -> tuple[Any, ...]:
 
     rows, width = FORMS[form].rows[0], 200
     x, weight = some(rows, width), some(10, width) * width**-0.5
-    return x, weight, None, some(width), some(rows, 5), 1e-5, True, None, form
+    return x, weight, None, some(width), some(rows, 5), 1e-5, True, None, None, form
 
 
 def sized_calls(sizes: Sizes, dtype: torch.dtype, tokens: int) -> Iterator[tuple[str, Any]]:

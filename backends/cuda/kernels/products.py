@@ -20,16 +20,18 @@ from lantern_hpu.backends.cuda.kernels.programs import FORMS
 @triton.jit
 def product_kernel(
     x,  # [M, K]
-    weight,  # [N, K], with GATED [2 N, K]
+    weight,  # [N, K], with GATED [2 N, K]; of 4 bits two numbers in a byte
     bias,  # [N] or None
     norm,  # [K] or None
     residual,  # [M, N] or None
-    row_scale,  # [N], with GATED [2 N], of a weight int8, or None
+    scale,  # [N], with GATED [2 N], of a weight int8; of 4 bits [N, K / GROUP]; or None
+    zero,  # [N, K / GROUP] of 4 bits, or None
     out,  # [M, N]
     M,
     N,
     eps,
     K: tl.constexpr,
+    GROUP: tl.constexpr,  # inputs that share a scale, of 4 bits
     GATED: tl.constexpr,
     UNITS: tl.constexpr,  # whether by `tl.dot`
     BM: tl.constexpr,
@@ -47,10 +49,10 @@ def product_kernel(
             a, squares = normed_rows(x, norm, row, start, M, K, BK)
             square += tl.sum(squares, 1)
             a = a.to(x.dtype.element_ty)
-            part = part_of(weight, n, start, 0, N, K, BK).to(a.dtype)
+            part = part_of(weight, scale, zero, n, start, 0, N, K, GROUP, BK).to(a.dtype)
             y = tl.dot(a, part.T, y, input_precision="ieee")
             if GATED:
-                part = part_of(weight, n, start, N, N, K, BK).to(a.dtype)
+                part = part_of(weight, scale, zero, n, start, N, N, K, GROUP, BK).to(a.dtype)
                 up = tl.dot(a, part.T, up, input_precision="ieee")
     else:
         ys, ups = tl.zeros([BM, BN, BK], tl.float32), tl.zeros([BM, BN, BK], tl.float32)
@@ -58,18 +60,20 @@ def product_kernel(
         for start in tl.static_range(0, K, BK):
             a, squares = normed_rows(x, norm, row, start, M, K, BK)
             squared += squares
-            ys += a[:, None, :] * part_of(weight, n, start, 0, N, K, BK).to(tl.float32)[None]
+            part = part_of(weight, scale, zero, n, start, 0, N, K, GROUP, BK).to(tl.float32)
+            ys += a[:, None, :] * part[None]
             if GATED:
-                ups += a[:, None, :] * part_of(weight, n, start, N, N, K, BK).to(tl.float32)[None]
+                part = part_of(weight, scale, zero, n, start, N, N, K, GROUP, BK).to(tl.float32)
+                ups += a[:, None, :] * part[None]
         y, up, square = tl.sum(ys, 2), tl.sum(ups, 2), tl.sum(squared, 1)
-    if row_scale is not None:
-        y *= tl.load(row_scale + n, mask=n < N, other=0.0)[None, :]
+    if scale is not None and zero is None:
+        y *= tl.load(scale + n, mask=n < N, other=0.0)[None, :]
         if GATED:
-            up *= tl.load(row_scale + N + n, mask=n < N, other=0.0)[None, :]
+            up *= tl.load(scale + N + n, mask=n < N, other=0.0)[None, :]
     if norm is not None:
-        scale = tl.math.rsqrt(square / K + eps)[:, None]
-        y *= scale
-        up *= scale
+        normed = tl.math.rsqrt(square / K + eps)[:, None]
+        y *= normed
+        up *= normed
     if bias is not None:
         y += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     if GATED:
@@ -93,12 +97,29 @@ def normed_rows(x, norm, row, start, M, K: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
-def part_of(weight, n, start, first, N, K: tl.constexpr, BK: tl.constexpr):
+def part_of(
+    weight, scale, zero, n, start, first, N, K: tl.constexpr, GROUP: tl.constexpr, BK: tl.constexpr
+):
     """A block [BN, BK] of the matrix, whose rows are counted from `first` on; it is read once."""
-    k = start + tl.arange(0, BK)[None, :]
-    place = (first + n).to(tl.int64)[:, None] * K + k
-    inside = (n < N)[:, None] & (k < K)
-    return tl.load(weight + place, mask=inside, other=0.0, eviction_policy="evict_first")
+    there = (n < N)[:, None]
+    row = (first + n).to(tl.int64)[:, None]
+    PACKED: tl.constexpr = 1 if zero is None else 2  # numbers of a byte
+    k = start // PACKED + tl.arange(0, BK // PACKED)[None, :]
+    inside = there & (k < K // PACKED)
+    place = weight + row * (K // PACKED) + k
+    part = tl.load(place, mask=inside, other=0, eviction_policy="evict_first")
+    if zero is not None:
+        GROUPS: tl.constexpr = (BK + GROUP - 1) // GROUP
+        numbers = tl.interleave(part & 15, part >> 4)
+        numbers = numbers.reshape(part.shape[0], GROUPS, BK // GROUPS).to(tl.float32)
+        group = start // GROUP + tl.arange(0, GROUPS)[None, :]
+        inside = there & (group < K // GROUP)
+        place = row * (K // GROUP) + group
+        least = tl.load(zero + place, mask=inside, other=0).to(tl.float32)
+        step = tl.load(scale + place, mask=inside, other=0.0)
+        numbers = (numbers - least[:, :, None]) * step[:, :, None]
+        part = numbers.reshape(part.shape[0], BK)
+    return part
 
 
 def product_out(x: Tensor, weight: Tensor, *others: Any) -> Tensor:
@@ -108,13 +129,13 @@ def product_out(x: Tensor, weight: Tensor, *others: Any) -> Tensor:
 
 @operator(
     "product(Tensor x, Tensor weight, Tensor? bias, Tensor? norm, Tensor? residual, float eps, bool gated,"
-    " Tensor? scale, str form)"
+    " Tensor? scale, Tensor? zero, str form)"
     " -> Tensor",
     product_out,
 )
 def triton_product(x: Tensor, weight: Tensor, *others: Any) -> Tensor:
     """`kernels.product` in a form of `FORMS`, for as many rows as that takes."""
-    bias, norm, residual, eps, gated, scale, name = others
+    bias, norm, residual, eps, gated, scale, zero, name = others
     out, depth = product_out(x, weight, *others), x.shape[-1]
     rows, width = x.numel() // depth, out.shape[-1]
     form = FORMS[name].sized(rows, x.itemsize, weight.itemsize * (1 + gated))
@@ -125,11 +146,13 @@ def triton_product(x: Tensor, weight: Tensor, *others: Any) -> Tensor:
         norm,
         None if residual is None else residual.contiguous(),
         scale,
+        zero,
         out,
         rows,
         width,
         eps,
         K=depth,
+        GROUP=0 if zero is None else depth // zero.shape[1],
         GATED=gated,
         UNITS=form.kernel == "dot",
         BM=form.most_rows,

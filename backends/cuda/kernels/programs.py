@@ -23,7 +23,7 @@ class Form(NamedTuple):
 
     Attributes:
         kernel: of `products.py`.
-        rows, small_rows: that it serves, with a matrix of the model's number format and with one of 8 bits.
+        rows, small_rows: that it serves, with a matrix of the model's number format and with one of 8 or 4 bits.
         columns, depth: of a program's block of the matrix. most_rows: of a program.
         stages: that a loop over blocks has, of which all but one lie in shared memory.
     """
@@ -51,11 +51,11 @@ class Form(NamedTuple):
         return self._replace(depth=self.depth // wide, most_rows=block, stages=stages)
 
 
-FEWEST = 16  # rows that a product of matrices takes
+FEWEST = 16  # rows or columns that a product of matrices takes
 # Bytes for blocks under way, of the 99 KB that a program has on the smallest card
 SHARED = 90 * 1024
 FEW, MORE, NONE = range(1, 9), range(9, 65), range(0)
-# A matrix of 8 bits has no form of cuBLAS's: in a step it would be widened first, five bytes a number
+# One of 8 or 4 bits has no form of cuBLAS's: in a step it would be widened first, five bytes a number
 SMALL_ROWS = 256
 FORMS = {
     "multiply_add 2x256": Form("multiply_add", FEW, FEW, 2, 256, 4),
