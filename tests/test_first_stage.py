@@ -13,6 +13,7 @@ from lantern_hpu.decode.requirements import find_model
 from lantern_hpu.errors import DeviceError
 from lantern_hpu.models.files.names import PartOverrides
 from lantern_hpu.models.model import EmptyModel, count_numbers
+from lantern_hpu.ops.quantized import QuantizedLinear, matrix_layers
 from lantern_hpu.zoo.registry import KnownModel, entries, get
 from lantern_lab.commands import bench
 from lantern_lab.measure import first_stage
@@ -79,6 +80,28 @@ def test_every_family_is_timed_without_its_files(
     assert bool(peers) == (name in ("glm-image", "mammothmoda2-preview"))
 
 
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_small_matrices_are_timed_and_their_bytes_counted(
+    form: str, public: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+) -> None:
+    known, bits = small(public, "glm-image"), set[int]()
+    random_target = first_stage.random_target
+
+    def checked(*given: Any) -> Any:
+        target = random_target(*given)
+        for _, layer in matrix_layers(target, QuantizedLinear):
+            bits.add(layer.bits)
+            assert all(layer.allows(name, part) for name, part in layer.named_parameters())
+        return target
+
+    monkeypatch.setattr(first_stage, "random_target", checked)
+    report = timed(known, monkeypatch, tmp_path / "f.json", "--method", "ar", "--quantize", form)
+    assert (
+        report["quantize"] == form and f"float32, {form} matrices, cpu" in capsys.readouterr().out
+    )
+    assert bits and bits <= {8, 4} and min(bits) == int(form[3:])
+
+
 def test_what_does_not_fit_is_timed_in_parts(
     public: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -115,7 +138,6 @@ def test_what_random_weights_cannot_have_is_refused(capsys: pytest.CaptureFixtur
     for words, said in {
         "--num-images 2": "--random-weights has no --num-images",
         "--interleave": "--random-weights has no --interleave",
-        "--quantize int8": "--random-weights has no --quantize",
         "--graphs eager,strict": "one graph mode with random weights",
         "--model no-such-model": "unknown model 'no-such-model'",
         "--method eagle": "drafter",

@@ -76,10 +76,10 @@ def bench_request(args: argparse.Namespace, usual: Mapping[str, str] = USUAL) ->
 
 def time_first_stage(args: argparse.Namespace, given: Sequence[str]) -> None:
     """`bench` of a model without its files."""
-    for name in ("num_images", "interleave", "quantize"):
+    for name in ("num_images", "interleave"):
         if getattr(args, name):
-            why = "no image is drawn, and weights are those of the device's number format"
-            raise OptionError(words(Arg("random_weights", True), "has no", Arg(name)), why)
+            what = words(Arg("random_weights", True), "has no", Arg(name))
+            raise OptionError(what, "no image is drawn")
     wanted = bench_request(args, RANDOM)
     for setting in wanted.settings:
         allowed = "methods without a drafter, as random weights have none"

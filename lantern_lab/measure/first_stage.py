@@ -11,11 +11,13 @@ import datetime
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from lantern_hpu.backends.base import DevicePlan, dtype_name, get_backend
 from lantern_hpu.core import Request, Sampling
@@ -29,6 +31,7 @@ from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.model import EmptyModel, count_numbers
 from lantern_hpu.models.text.prefix import Prefix, wordless
 from lantern_hpu.models.transformer import Target
+from lantern_hpu.ops.quantized import quantized_layer, replace_layers
 from lantern_hpu.results.tables import figure, markdown
 from lantern_hpu.zoo.registry import KnownModel, get
 from lantern_lab.measure import meter
@@ -37,6 +40,7 @@ from lantern_lab.measure.options import BenchRequest
 ROOM = 0.6  # share of the free memory for weights; they need more while they are laid out
 Case = tuple[Resolved, int]  # a setting, and images at a time
 TURNS = 3  # timings of a step, of which the fastest counts
+QUANTIZED_PARTS = {"scale": 1e-3, "zero": 8}  # of a matrix of 8 or 4 bits
 OTHERS = Path(__file__).with_suffix(".json")
 
 
@@ -60,17 +64,28 @@ def depths_that_fit(known: KnownModel, room: float) -> list[int]:
     return [int(most) // 2, int(most)]
 
 
-def random_target(config: TransformerConfig, depth: int, fit: DevicePlan) -> Target:
+def random_target(
+    config: TransformerConfig, depth: int, fit: DevicePlan, quantize: str | None
+) -> Target:
     """A model of `depth` layers; its weights repeat one block of random numbers."""
     apart = config.word_layers * depth // config.layers
     device = fit.backend.device
     with torch.device("meta"):
         target = Target(replace(config, layers=depth, word_layers=apart), fit.kernels)
-    target = target.to(fit.dtype).to_empty(device=device).requires_grad_(False).eval()
-    block = torch.empty(2**20, device=device).uniform_(-0.02, 0.02).to(fit.dtype)
-    for weight in target.parameters():
+    target = target.to(fit.dtype).requires_grad_(False)
+    if quantize:
+        replace_layers(target, nn.Linear, partial(quantized_layer, form=quantize))
+    target = target.to_empty(device=device).eval()
+    floats = torch.empty(2**20, device=device).uniform_(-0.02, 0.02).to(fit.dtype)
+    whole = torch.randint(128, (2**20,), device=device)
+    for name, weight in target.named_parameters():
+        block = floats if weight.is_floating_point() else whole
         for part in weight.view(-1).split(len(block)):
             part.copy_(block[: len(part)])
+        if (constant := QUANTIZED_PARTS.get(name.rpartition(".")[2])) is not None:
+            weight.fill_(constant)
+    if quantize:
+        fit.keep_quantized([target], quantize)
     return target
 
 
@@ -101,17 +116,17 @@ def timing(target: Target, plan: DevicePlan, case: Case, requests: Sequence[Requ
 
 @torch.no_grad()
 def timings(
-    known: KnownModel, depth: int, fit: DevicePlan, cases: Sequence[Case], seed: int
+    known: KnownModel, depth: int, fit: DevicePlan, cases: Sequence[Case], wanted: BenchRequest
 ) -> tuple[list[Timing], DevicePlan]:
     """Of a model with so many layers, which is gone afterwards; and how it ran."""
     values: dict[str, Any] = {**known.sampling}
     with fit.backend.errors(), fit.backend.loading(known.config.target.parameters):
-        target = random_target(known.config.target, depth, fit)
+        target = random_target(known.config.target, depth, fit, wanted.options.quantize)
         plan = fit.lay_out([target])
         found = []
         for setting, images in cases:
-            one = Request("any", seed, Sampling(**values), relaxation=setting.relaxation)
-            requests = [replace(one, seed=seed + image) for image in range(images)]
+            one = Request("any", sampling=Sampling(**values), relaxation=setting.relaxation)
+            requests = [replace(one, seed=wanted.seed + image) for image in range(images)]
             found.append(timing(target, plan, (setting, images), requests))
     return found, plan
 
@@ -122,10 +137,12 @@ def measure(wanted: BenchRequest, argv: Sequence[str]) -> dict[str, Any]:
     config = known.config.target
     fit = backend.fit(config, replace(wanted.options, graphs=wanted.mode))
     free = backend.memory().free
-    depths = depths_that_fit(known, inf if free is None else ROOM * free / fit.dtype.itemsize)
+    quantize = wanted.options.quantize
+    each = fit.weight_bytes(quantize)
+    depths = depths_that_fit(known, inf if free is None else ROOM * free / each)
     context = ResolveContext(config.codes, config.tokens, has_drafter=False)
     cases = [(resolve(s, context), images) for images in wanted.batches for s in wanted.settings]
-    several = [timings(known, depth, fit, cases, wanted.seed) for depth in depths]
+    several = [timings(known, depth, fit, cases, wanted) for depth in depths]
     few, deep = several[0][0], several[-1][0]
     if len(depths) > 1 and any(b.step_ms <= a.step_ms for a, b in zip(few, deep, strict=True)):
         what = f"steps of {depths[1]} layers took no longer than those of {depths[0]}"
@@ -137,7 +154,7 @@ def measure(wanted: BenchRequest, argv: Sequence[str]) -> dict[str, Any]:
     ]
     measured = meter.measure_rates(backend, fit.dtype)
     speeds = measured["copy_bytes_per_s"], measured["operations_per_s"]
-    rates = Rates(*speeds, fit.dtype.itemsize)
+    rates = Rates(*speeds, fit.dtype.itemsize, each)
     others = json.loads(OTHERS.read_text())["figures"]
     return {
         "kind": "lantern_hpu.first_stage",
@@ -146,6 +163,7 @@ def measure(wanted: BenchRequest, argv: Sequence[str]) -> dict[str, Any]:
         "model": known.name,
         "layers": {"timed": depths, "all": config.layers},
         "dtype": dtype_name(fit.dtype),
+        "quantize": quantize,
         "environment": describe_environment(several[-1][1], None),
         "rates": measured,
         "rows": rows_of(known, rates, list(zip(cases, whole, strict=True))),
@@ -185,7 +203,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 def tables(report: dict[str, Any]) -> str:
     """The figures of this device, then those of others by name and source."""
     timed, whole = report["layers"]["timed"], report["layers"]["all"]
-    how = f"{report['dtype']}, {report['environment']['device']}"
+    small = f", {report['quantize']} matrices" if report["quantize"] else ""
+    how = f"{report['dtype']}{small}, {report['environment']['device']}"
     parts = [
         f"{report['model']}, random weights, {how}: {' and '.join(map(str, timed))} of {whole} layers timed",
         table(report["rows"]),
