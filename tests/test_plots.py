@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from itertools import combinations
 
+import numpy as np
 import pytest
 
 pytest.importorskip("matplotlib")
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import LineCollection
+from matplotlib.figure import Figure
+from matplotlib.text import Annotation, Text
 from matplotlib.transforms import Bbox
 
 from lantern_lab.measure import plots
+from scripts.docs.figures import CHARTS
 
 NEAR = {
     "lambda=2": (2.02, 17.5),
@@ -29,8 +34,18 @@ def labelled(line: list[float], labels: dict[str, tuple[float, float]]) -> tuple
     for text, spot in labels.items():
         plots.label_point(axes, text, spot, "C0")
     plots.saved(figure, "png")
-    renderer = FigureCanvasAgg(figure).get_renderer()
-    return axes, [note.get_window_extent(renderer) for note in axes.texts]
+    return axes, boxes_of(axes)
+
+
+def boxes_of(axes: Axes) -> list[Bbox]:
+    """Where the letters of a panel's labels lie."""
+    renderer = FigureCanvasAgg(axes.figure.figure).get_renderer()
+    boxes = []
+    for note in axes.texts:
+        if isinstance(note, Annotation) and note.get_gid() == plots.LABEL:
+            note.update_positions(renderer)
+            boxes.append(Text.get_window_extent(note, renderer))
+    return boxes
 
 
 def test_labels_of_near_points_do_not_overlap() -> None:
@@ -48,3 +63,28 @@ def test_a_label_keeps_off_the_line_between_two_points() -> None:
     axes, (box,) = labelled([0, 1, 2], {"lambda-5": (1.0, 1.0)})
     line = axes.lines[0].get_path().transformed(axes.transData)
     assert not line.intersects_bbox(box, filled=False)
+
+
+@pytest.mark.parametrize("name", CHARTS)
+def test_labels_of_a_pages_chart_keep_clear_of_all_that_is_drawn(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Figure] = []
+    real = plots.saved
+
+    def saved(figure: Figure, suffix: str) -> bytes:
+        drawn.append(figure)
+        return real(figure, suffix)
+
+    monkeypatch.setattr(plots, "saved", saved)
+    CHARTS[name]()
+    for axes in drawn[0].axes:
+        labels = boxes_of(axes)
+        assert not any(Bbox.intersection(one, other) for one, other in combinations(labels, 2))
+        lines = [line.get_path().transformed(line.get_transform()) for line in axes.lines]
+        spots = [np.asarray(spot) for line in lines for spot in np.asarray(line.vertices)]
+        points = [Bbox([spot - 3, spot + 3]) for spot in spots]
+        assert not any(Bbox.intersection(box, point) for box in labels for point in points)
+        bars = [one for one in axes.collections if isinstance(one, LineCollection)]
+        lines += [path.transformed(bar.get_transform()) for bar in bars for path in bar.get_paths()]
+        assert not any(line.intersects_bbox(box, filled=False) for line in lines for box in labels)

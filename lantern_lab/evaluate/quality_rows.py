@@ -55,6 +55,16 @@ class QualityRow:
         known = {"row": self.name, **self.about, **as_json(self.figures), **self.extra}
         return known | ({"against_ar": differences} if differences else {})
 
+    @classmethod
+    def of_json(cls, data: Mapping[str, Any]) -> QualityRow:
+        """What `as_json` wrote, as far as plots need it: without draws and differences."""
+        figures = {
+            name: Figure(data[name], (high - low) / 2, np.empty(0))
+            for name, (low, high) in data["intervals"].items()
+        }
+        about = {name: data[name] for name in ("method", "tree", "relaxation") if name in data}
+        return cls(data["row"], about, figures)
+
 
 def pace(lines: Sequence[Line]) -> dict[str, Array]:
     """Rows of tokens a step, TV a token and seconds an image; the token that prefill draws takes no step."""
@@ -137,7 +147,7 @@ def plot(
         baselines: drawn as level lines. pace: what stands on the horizontal axis.
     """
     with plots.in_style("evaluate"):
-        figure, panels = plots.panels(3.4 * len(metrics), 4.2, len(metrics), sharey=False)
+        figure, panels = plots.panels(3.4 * len(metrics), 4.8, len(metrics), sharey=False)
         for axes, metric in zip(panels, metrics, strict=True):
             draw_metric(axes, rows, metric, pace)
             for one, dashes in zip(baselines, (":", "--", "-."), strict=False):
@@ -185,5 +195,6 @@ def draw_metric(
             if len(mine) > 1:  # a setting alone on its line is named by the legend
                 about = row.name.partition(":")[2].removesuffix(shared_tree(mine))
                 plots.label_point(axes, about, (across.value, up.value), f"C{i}")
+    axes.margins(y=0.1)  # room for labels
     axes.set_xlabel(pace.title)
     axes.set_title(f"{metric.title}\n{metric.better and metric.better + ' is better'}".strip())

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from lantern_hpu.errors import needing
 from lantern_hpu.files import ASSETS
@@ -17,12 +20,21 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.text import Annotation
 
+Mask = NDArray[np.bool_]  # [height, width] of a panel
+Box = tuple[int, int, int, int]  # left, low, right and high edge, in pixels of a panel
 STYLE = ASSETS / "plots.mplstyle"
 MARKERS = "osD^vP*Xp<>"  # of methods
 SPREAD = 15  # largest over smallest value from which an axis is logarithmic
+CLEAR = 3  # pixels around a label
+ROUNDS = 3  # of labels that give way to each other
+LIGHT = 200  # of 255, from which what is drawn may lie under a label, as the grid does
+MIDDLE = 3  # of a label's letters above where it begins, in points
 LABEL = "label"  # of a point, which `set_apart` may move
-# Where a label may begin, in points from its own; those to the left end there
-OFFSETS = [(side * 4, up) for up in (4, -10, 12, -18, 20, -26) for side in (1, -1)]
+# Where a label may begin, in points from its own, the nearest first; those to the left end there
+OFFSETS = sorted(
+    ((side * across, up) for up in range(-98, 96, 4) for across in (6, 16, 28) for side in (1, -1)),
+    key=lambda offset: math.hypot(offset[0], offset[1] + MIDDLE),
+)
 
 
 @contextmanager
@@ -56,50 +68,96 @@ def label_point(axes: Axes, text: str, spot: tuple[float, float], color: str) ->
     if text:
         from matplotlib.patheffects import withStroke
 
-        note = axes.annotate(text, spot, OFFSETS[0], textcoords="offset points", fontsize=7.5)
+        line = {"arrowstyle": "-", "color": color, "lw": 0.5, "shrinkA": 0, "shrinkB": 6}
+        note = axes.annotate(text, spot, (0, 0), textcoords="offset points", arrowprops=line)
         halo = withStroke(linewidth=2, foreground="white")  # letters can be read on lines
-        note.set(color=color, path_effects=[halo])
+        note.set(color=color, path_effects=[halo], fontsize=7.5)
         note.set_gid(LABEL)
         note.set_in_layout(False)
 
 
 def set_apart(figure: Figure) -> None:
-    """Move each label to where it hides least of points, lines, other labels and of what is outside its panel."""
+    """Move each label to where it covers least of what is drawn and of other labels, within its panel."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.text import Annotation
-    from matplotlib.transforms import Bbox
 
-    renderer = FigureCanvasAgg(figure).get_renderer()
+    canvas = FigureCanvasAgg(figure)
+    labels = [
+        (
+            axes,
+            [one for one in axes.texts if isinstance(one, Annotation) and one.get_gid() == LABEL],
+        )
+        for axes in figure.axes
+    ]
+    for note in (note for _, notes in labels for note in notes):
+        note.set_visible(False)
+    canvas.draw()
+    drawn = np.asarray(canvas.buffer_rgba())[::-1, :, :3]  # [height, width, 3], upwards
+    for axes, notes in labels:
+        left, low, right, high = (int(edge) for edge in axes.bbox.extents)
+        dark = drawn[low:high, left:right].min(-1) < LIGHT
+        boxes = [boxes_of(note, (left, low), canvas.get_renderer()) for note in notes]
+        spots = [axes.transData.transform(note.xy) - (left, low) for note in notes]
+        for note, place in zip(notes, arranged(dark, boxes, spots), strict=True):
+            set_at(note, OFFSETS[place])
 
-    def hidden(box: Bbox, others: Sequence[Bbox], panel: Bbox) -> float:
-        shared = [Bbox.intersection(box, other) for other in (*others, panel)]
-        areas = [0.0 if one is None else one.width * one.height for one in shared]
-        return sum(areas[:-1]) + box.width * box.height - areas[-1]
 
-    for axes in figure.axes:
-        curves = [
-            axes.transData.transform(line.get_xydata())
-            for line in axes.lines
-            if line.get_transform() == axes.transData
+def arranged(dark: Mask, boxes: Sequence[Sequence[Box]], spots: Sequence[Any]) -> list[int]:
+    """Which of its boxes each label of a panel takes; they give way to each other.
+
+    Args:
+        dark: [height, width], where something is drawn. spots: what each label names: [2].
+    """
+    chosen = [0] * len(boxes)
+    for i in list(range(len(boxes))) * ROUNDS:
+        texts, leaders = np.zeros_like(dark), np.zeros_like(dark)
+        for j, spot in enumerate(spots):
+            if j != i:
+                inside(texts, boxes[j][chosen[j]])[:] = True
+                leaders[leader(spot, boxes[j][chosen[j]], dark.shape)] = True
+        taken = dark | texts | leaders
+        costs = [
+            covered(taken, box) + int(texts[leader(spots[i], box, dark.shape)].sum())
+            for box in boxes[i]
         ]
-        points = [Bbox([spot - 4, spot + 4]) for curve in curves for spot in curve]
-        points += [
-            Bbox([start + (end - start) * i / 30 - 2, start + (end - start) * i / 30 + 2])
-            for curve in curves
-            for start, end in pairwise(curve)
-            for i in range(31)
-        ]
-        for note in axes.texts:
-            if not isinstance(note, Annotation) or note.get_gid() != LABEL:
-                continue
-            boxes = []
-            for offset in OFFSETS:
-                set_at(note, offset)
-                boxes.append(note.get_window_extent(renderer))
-            costs = [hidden(box, points, axes.bbox) for box in boxes]
-            best = costs.index(min(costs))
-            set_at(note, OFFSETS[best])
-            points.append(boxes[best])
+        chosen[i] = costs.index(min(costs))
+    return chosen
+
+
+def boxes_of(note: Annotation, corner: tuple[int, int], renderer: Any) -> list[Box]:
+    """Where a label, which is shown from now on, lies in its panel at each of the offsets."""
+    from matplotlib.text import Text
+
+    note.set_visible(True)  # what is not shown has no size
+    set_at(note, (1, 0))
+    note.update_positions(renderer)
+    start = Text.get_window_extent(note, renderer)
+    found = []
+    for across, up in OFFSETS:
+        right, higher = renderer.points_to_pixels(np.asarray([across - 1, up]))
+        shift = right - corner[0] - (start.width if across < 0 else 0)
+        box = start.translated(shift, higher - corner[1]).padded(CLEAR)
+        found.append((int(box.x0), int(box.y0), int(box.x1), int(box.y1)))
+    return found
+
+
+def inside(panel: Mask, box: Box) -> Mask:
+    """What a box has of a panel [height, width]."""
+    left, low, right, high = (max(edge, 0) for edge in box)
+    return panel[low:high, left:right]
+
+
+def covered(taken: Mask, box: Box) -> int:
+    """Pixels of a box that something else takes or that lie outside the panel [height, width]."""
+    left, low, right, high = box
+    return int((right - left) * (high - low) - (~inside(taken, box)).sum())
+
+
+def leader(spot: NDArray[np.float64], box: Box, shape: tuple[int, ...]) -> Any:
+    """The pixels of the line from a point [2] to the middle of its label, as an index of a panel."""
+    middle = (box[0] + box[2]) / 2, (box[1] + box[3]) / 2
+    across, up = np.linspace(spot, middle, 200).astype(int).T
+    return up.clip(0, shape[0] - 1), across.clip(0, shape[1] - 1)
 
 
 def set_at(note: Annotation, offset: tuple[float, float]) -> None:

@@ -51,12 +51,8 @@ def tasks(images: int, processor: str) -> dict[str, Task]:
         processor: ending of the benchmark's file.
     """
     bench = f"embedded-{processor}.json"
-    pictures = {
-        "pictures/evaluation.json": RESULTS / "pictures-embedded.json",
-        "pictures/quality-tokens.png": IMAGES / "quality.png",
-        "pictures/quality-tv.png": IMAGES / "pictures-tv.png",
-    }
-    tv = {"tv.json": RESULTS / "tv-embedded.json", "tv.png": IMAGES / "tv.png"}
+    pictures = {"pictures/evaluation.json": RESULTS / "pictures-embedded.json"}
+    tv = {"tv.json": RESULTS / "tv-embedded.json"}
     return {
         "sheets": Task("scripts.docs.readme_pictures", {"examples.png": IMAGES / "examples.png"}),
         "evaluate": Task(
@@ -64,7 +60,7 @@ def tasks(images: int, processor: str) -> dict[str, Task]:
             "--workers 2 --threads 1 --batch-size 8 --output pictures",
             pictures,
         ),
-        "tv": Task("lantern_lab.measure.frontier --output tv.json --plot tv.png", tv),
+        "tv": Task("lantern_lab.measure.frontier --output tv.json", tv),
         "bench": Task(
             f"lantern_hpu bench --device cpu --batch-sizes 1 --graphs eager --method {MEASURED} "
             f"--interleave --output {bench} --force",

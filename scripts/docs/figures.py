@@ -1,6 +1,6 @@
 """Tables and charts of speeds in the pages, made from raw files of `bench`, `race`, `evaluate` and `measure.frontier`.
 
-    python -m scripts.docs.figures            # rewrite the tables between their marks and the charts
+    python -m scripts.docs.figures            # rewrite the tables between their marks, and the charts
     python -m scripts.docs.figures --check    # exit with 1 if a page has other figures than its raw file
     lantern-hpu race --turns 3 --output race
     python -m scripts.docs.figures --race race    # with another race in the tutorial
@@ -24,6 +24,8 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+import numpy as np
+
 from lantern_hpu.decode.accelerators import accelerators, projected_ms
 from lantern_hpu.files import write_file
 from lantern_hpu.methods.relaxation import read_relaxation
@@ -32,7 +34,9 @@ from lantern_hpu.methods.setting import ROOT as ALONE
 from lantern_hpu.results.tables import between, markdown
 from lantern_hpu.tree import DraftTree
 from lantern_hpu.zoo.registry import entries
-from lantern_lab.measure import plots, race
+from lantern_lab.evaluate.metrics import QualityMetric, built_in
+from lantern_lab.evaluate.quality_rows import SPENT, STEPS, QualityRow, plot
+from lantern_lab.measure import frontier, plots, race
 from lantern_lab.measure.rows import in_numbers, relaxed_name
 from scripts import ROOT
 
@@ -43,16 +47,16 @@ MARKED = re.compile(
     r"(<!-- figures: (\S+)(?: (\w+))? -->\n)(.*?)(<!-- end of figures -->)", re.DOTALL
 )
 MACHINES = ("2 cores with AMX", "2 cores, AVX512-BF16 (Zen 4)", "2 cores, limited to AVX2")
-# Panels of the chart: a title, and the files of each machine
-PANELS: dict[str, dict[str, tuple[str, ...]]] = {
+# Panels of the chart: a title, and the file of each machine, which is one run
+PANELS = {
     "LlamaGen-XL's sizes": {
-        "2 cores with AMX": ("xl-amx-default.json", "xl-amx-relaxed.json"),
-        "2 cores, AVX512-BF16 (Zen 4)": ("xl-zen4.json",),
-        "2 cores, limited to AVX2": ("xl-avx2-limited.json",),
+        "2 cores with AMX": "xl-amx-default.json",
+        "2 cores, AVX512-BF16 (Zen 4)": "xl-zen4.json",
+        "2 cores, limited to AVX2": "xl-avx2-limited.json",
     },
     "the embedded model, 13 M": {
-        "2 cores with AMX": ("embedded-amx.json",),
-        "2 cores, AVX512-BF16 (Zen 4)": ("embedded-avx512.json",),
+        "2 cores with AMX": "embedded-amx.json",
+        "2 cores, AVX512-BF16 (Zen 4)": "embedded-avx512.json",
     },
 }
 
@@ -311,13 +315,11 @@ def chart() -> bytes:
         return plots.saved(figure, "png")
 
 
-def ratios_of(machines: dict[str, tuple[str, ...]]) -> dict[str, dict[str, float]]:
+def ratios_of(machines: dict[str, str]) -> dict[str, dict[str, float]]:
     """Speeds by machine and setting, without `ar` itself."""
     return {
-        machine: {
-            label_of(row): ratio for f in files for ratio, row in speeds(f) if row["method"] != "ar"
-        }
-        for machine, files in machines.items()
+        machine: {label_of(row): ratio for ratio, row in speeds(file) if row["method"] != "ar"}
+        for machine, file in machines.items()
     }
 
 
@@ -345,9 +347,27 @@ def draw_panel(
     panel.set_title(title)
 
 
+def pictures_chart(pace: QualityMetric) -> bytes:
+    """What `evaluate` measured of the embedded model."""
+    data = read("pictures-embedded.json")
+    rows, baselines = (
+        [QualityRow.of_json(one) for one in data[name]] for name in ("rows", "baselines")
+    )
+    return plot(rows, baselines, built_in(np.eye(2)), pace)
+
+
+CHARTS: dict[str, Callable[[], bytes]] = {
+    "speed.png": chart,
+    "minutes.png": minutes_chart,
+    "quality.png": partial(pictures_chart, STEPS),
+    "pictures-tv.png": partial(pictures_chart, SPENT),
+    "tv.png": lambda: frontier.plot(read("tv-embedded.json")["rows"]),
+}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
-        description="Make the tables and the chart of the pages again."
+        description="Make the tables and the charts of the pages again."
     )
     parser.add_argument("--check", action="store_true", help="change nothing; 1 if a page differs")
     parser.add_argument("--race", type=Path, help="a folder that `lantern-hpu race` wrote")
@@ -362,8 +382,8 @@ def main() -> int:
             if not check:
                 write_file(page, rewritten(text).encode(), force=True)
     if not check:
-        write_file(IMAGES / "speed.png", chart(), force=True)
-        write_file(IMAGES / "minutes.png", minutes_chart(), force=True)
+        for name, draw in CHARTS.items():
+            write_file(IMAGES / name, draw(), force=True)
     print(f"{'differ' if check else 'rewritten'}: {', '.join(wrong) or 'none'}")
     return int(check and bool(wrong))
 
