@@ -197,14 +197,16 @@ def test_a_card_is_measured_by_one_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each command is one that the program takes, and makes its file; what is there is not made again."""
-    from lantern_lab.commands import stretch
+    from lantern_lab.commands import stretch, verify
     from lantern_lab.commands.bench import bench_request, make_parser
     from lantern_lab.measure import card
 
     ran: list[list[str]] = []
     code = 0
 
-    def run(command: list[str], cwd: Path, env: Any) -> Any:
+    def run(command: list[str], cwd: Path, env: Any, timeout: float | None) -> Any:
+        if timeout == 0:
+            raise subprocess.TimeoutExpired(command, timeout)
         ran.append(command[3:])
         Path(cwd, command[-1]).write_text("{}")
         return SimpleNamespace(returncode=code)
@@ -212,17 +214,25 @@ def test_a_card_is_measured_by_one_command(
     monkeypatch.setattr(subprocess, "run", run)
     data, output = tmp_path / "data", tmp_path / "results"
     asked = ["--name", "h", "--data-dir", str(data), "--output", str(output)]
+    assert card.main([*asked, "--minutes", "0"]) == 0 and not ran
+    assert "xl and what follows is left for the next time" in capsys.readouterr().err
     assert card.main(asked) == 0
-    (_, widen, *widened), *benches = ran
+    (_, widen, *widened), *benches, (asks, *about) = ran
+    assert asks == "verify" and verify.make_parser().parse_args(about).minutes == 2
     assert widen == "stretch" and stretch.make_parser().parse_args(widened).to == "llamagen-xl"
-    one, several = (bench_request(make_parser().parse_args(given[1:])) for given in benches)
+    one, several, *small = (bench_request(make_parser().parse_args(given[1:])) for given in benches)
     assert one.batches == [1] and several.batches == [1, 8] and one.settings == several.settings
     assert one.model == "xl" and one.options.device == "cuda" and one.interleave
-    assert sorted(file.name for file in output.iterdir()) == ["xl-h-batches.json", "xl-h.json"]
-    assert card.main(asked) == 0 and len(ran) == 3
-    assert capsys.readouterr().err.count("is there") == 3
+    forms = [(bench.model, bench.options.quantize) for bench in small]
+    stage = [("glm-image", form) for form in (None, "int8", "int4")]
+    assert forms == [("xl", "int8"), ("xl", "int4"), *stage]
+    assert all(bench.random_weights == (bench.model == "glm-image") for bench in small)
+    made = sorted(file.name for file in output.iterdir())
+    assert {"xl-h-batches.json", "xl-h.json", "verify-h.json"} < {*made} and len(made) == 8
+    assert card.main(asked) == 0 and len(ran) == 9
+    assert capsys.readouterr().err.count("is there") == 9
     code = 2  # a command that fails ends the run, and leaves no file
-    assert card.main([*asked, "--name", "other", "--model", "builtin"]) == 2 and len(ran) == 4
+    assert card.main([*asked, "--name", "other", "--model", "builtin"]) == 2 and len(ran) == 10
     assert not (output / "builtin-other.json").exists()
 
 

@@ -1,10 +1,12 @@
-"""The raw files of a card's page: speed at LlamaGen-XL's sizes, one image and eight, in the card's best graph mode.
+"""The raw files of a card's page: speed in its best graph mode, of one image and of eight, in 16, 8 and 4 bits.
 
-    python -m lantern_lab.measure.card --name rtx3090     # xl-rtx3090.json and xl-rtx3090-batches.json
+    python -m lantern_lab.measure.card --name rtx3090     # xl-rtx3090.json and seven more
+    python -m lantern_lab.measure.card --name rtx3090 --minutes 9
     python -m lantern_lab.measure.card --device cpu --model builtin --num-images 1 --output tried
 
-It widens the embedded model (with `--model` it takes another one as it is), and measures settings in turns. A file that
-is there is not made again. Nothing else should run meanwhile.
+It widens the embedded model to LlamaGen-XL's sizes and times GLM-Image with random weights, or takes the model of
+`--model` alone, and measures settings in turns. `verify` comes last. A file that is there is not made again, so the
+same command goes on after its `--minutes`. Nothing else should run meanwhile.
 """
 
 from __future__ import annotations
@@ -14,13 +16,18 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from math import inf
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SIZES = "llamagen-xl"
 SETTINGS = "ar,scd@8,scd@16,eagle@chain,eagle@naive_extend_57,lantern++@chain"
+FEW_SETTINGS = "ar,scd@8,scd@16"  # with small matrices and random weights
+SMALL = ("", "int8", "int4")
 XL = "xl"  # the folder of the widened model
+STAGE = "glm-image"  # the model whose first stage is timed
 
 
 def commands(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
@@ -29,13 +36,23 @@ def commands(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
     if args.model is None:
         yield XL, f"models stretch {SIZES} --output {XL}"
     first, start = args.batch_sizes.partition(",")[0], Path(model).name
-    for sizes, ending in ((first, ""), (args.batch_sizes, "-batches")):
-        file = f"{start}-{args.name}{ending}.json"
-        bench = f"bench --model {model} --device {args.device} --method {SETTINGS} --graphs auto"
-        yield (
-            file,
-            f"{bench} --batch-sizes {sizes} --num-images {args.num_images} --interleave --output {file}",
-        )
+    on = f"--device {args.device} --graphs auto"
+    images = f"--num-images {args.num_images} --interleave"
+    several = f"--batch-sizes {args.batch_sizes}"
+    bench = f"bench --model {model} {on} {images} --method"
+    few = f"{bench} {FEW_SETTINGS} {several}"
+    found = {
+        f"{start}-{args.name}": f"{bench} {SETTINGS} --batch-sizes {first}",
+        f"{start}-{args.name}-batches": f"{bench} {SETTINGS} {several}",
+        **{f"{start}-{args.name}-{form}": f"{few} --quantize {form}" for form in SMALL[1:]},
+    }
+    for form in SMALL if args.model is None else ():
+        whole = f"bench --model {STAGE} --random-weights {on} --method {FEW_SETTINGS} {several}"
+        ending, small = (f"-{form}", f" --quantize {form}") if form else ("", "")
+        found[f"{STAGE}-{args.name}{ending}"] = whole + small
+    found[f"verify-{args.name}"] = f"verify --model {model} --device {args.device} --minutes 2"
+    for name, command in found.items():
+        yield f"{name}.json", f"{command} --output {name}.json"
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -46,6 +63,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--model", help=f"measured in place of the embedded one at the sizes of {SIZES}")
     add("--batch-sizes", default="1,8", help="the first alone in one file, all in the other")
     add("--num-images", type=int, default=8, help="timed images of each row")
+    add("--minutes", type=float, default=inf, help="what is not made by then is left for later")
     add("--output", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the files")
     add("--data-dir", type=Path, default=Path("data"), help="folder of the widened model")
     return parser
@@ -53,6 +71,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
+    end = time.monotonic() + 60 * args.minutes
     args.data_dir.mkdir(parents=True, exist_ok=True)
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     for made, command in commands(args):
@@ -62,7 +81,13 @@ def main(argv: list[str] | None = None) -> int:
             continue
         print(f"lantern-hpu {command}", file=sys.stderr, flush=True)
         run = [sys.executable, "-m", "lantern_hpu", *command.split()]
-        done = subprocess.run(run, cwd=args.data_dir, env=os.environ | {"PYTHONPATH": path})
+        environment = os.environ | {"PYTHONPATH": path}
+        left = None if end == inf else max(0, end - time.monotonic())
+        try:
+            done = subprocess.run(run, cwd=args.data_dir, env=environment, timeout=left)
+        except subprocess.TimeoutExpired:
+            print(f"{made} and what follows is left for the next time", file=sys.stderr)
+            return 0
         if done.returncode:
             return done.returncode
         if made != XL:
