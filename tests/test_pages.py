@@ -8,10 +8,11 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import math
 import re
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,7 +22,11 @@ import pytest
 
 import lantern_hpu
 from lantern_hpu import cli
+from lantern_hpu.backends import BACKENDS
 from lantern_hpu.commands.options import Parser
+from lantern_hpu.files import ASSETS, VERSION
+from lantern_hpu.methods.setting import METHODS
+from lantern_hpu.zoo.registry import entries
 from scripts.house import PRODUCT, sources
 
 ROOT = Path(__file__).parent.parent
@@ -167,11 +172,150 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
     assert not broken
 
 
-def test_devices_of_llms_txt_are_those_that_were_measured() -> None:
-    text = (ROOT / "llms.txt").read_text()
-    measured = [json.loads(f.read_text()) for f in ROOT.glob("benchmarks/results/*.json")]
-    cards = {str(one.get("environment", {}).get("card") or "") for one in measured} - {""}
-    assert cards and not [card for card in cards if card not in text]
+# ------------------------------------------------------------------------------------ facts
+
+
+def measured(name: str) -> set[str]:
+    """What the environments of all raw files say of something."""
+    raw = [json.loads(file.read_text()) for file in ROOT.glob("benchmarks/results/*.json")]
+    return {str(one.get("environment", {}).get(name) or "") for one in raw} - {""}
+
+
+def millions() -> str:
+    """Parameters of the embedded model's target."""
+    from safetensors import safe_open
+
+    with safe_open(ASSETS / "builtin" / "target.safetensors", "pt") as file:
+        sizes = [math.prod(file.get_slice(name).get_shape()) for name in file.keys()]  # noqa: SIM118
+    return f"{sum(sizes) / 1e6:.0f}"
+
+
+def oldest_python() -> str:
+    (found,) = re.findall(
+        r'^requires-python = ">=(.*)"$', (ROOT / "pyproject.toml").read_text(), re.M
+    )
+    return str(found)
+
+
+NODES = ast.parse((ROOT / "comfyui" / "nodes.py").read_text()).body
+NUMBERS = ("no", "one", "two", "three", "four")
+# What stands in several places: what the code says, and a pattern a place, whose group has to say the same
+FACTS: dict[str, tuple[Callable[[], Any], dict[str, str]]] = {
+    "version": (
+        lambda: VERSION,
+        {
+            "CITATION.cff": r"^version: (\S+)",
+            "CHANGELOG.md": r"^## (\S+)",
+            "comfyui/pyproject.toml": r'^version = "(\S+)"',
+        },
+    ),
+    "oldest Python": (
+        oldest_python,
+        {
+            "README.md": r"Python (\S+) or later",
+            "docs/install/cpu.md": r"^Python (\S+) or later",
+            "CONTRIBUTING.md": r"every CPython from (\S+) on",
+            "comfyui/pyproject.toml": r'^requires-python = ">=(\S+)"',
+            "gaudi_emulator/pyproject.toml": r'^requires-python = ">=(\S+)"',
+        },
+    ),
+    "size of the embedded model": (
+        millions,
+        {
+            "README.md": r"a model of (\d+) M parameters that ships inside",
+            "llms.txt": r"A (\d+) M-parameter model is part",
+            "docs/guides/choose-a-method.md": r"the model's own (\d+) M parameters",
+            "docs/processors.md": r"Its (\d+) M parameters",
+        },
+    ),
+    "nodes": (
+        lambda: NUMBERS[sum(isinstance(one, ast.ClassDef) and bool(one.bases) for one in NODES)],
+        {"README.md": r"\[(\w+) nodes\]", "comfyui/README.md": r"^(\w+) nodes, "},
+    ),
+    "methods": (
+        lambda: {name.removesuffix("2") for name in METHODS if METHODS[name].drafts},
+        {"README.md": r" · (EAGLE, .*)\.$", "llms.txt": r"with (EAGLE, .*?), on "},
+    ),
+    "devices": (
+        lambda: {*BACKENDS},
+        {
+            "README.md": r"diffusion models\.\*\* On (.*?), with one code",
+            "llms.txt": r"Jacobi, on (.*?)\. ",
+            "pyproject.toml": r"^description = .*, on (.*)\"$",
+            "CITATION.cff": r"^abstract: .* on (.*)$",
+        },
+    ),
+    "cards that were measured": (
+        lambda: measured("card"),
+        {"llms.txt": r"one CUDA card, an (.*?);"},
+    ),
+}
+WORDS = {"nvidia": "cuda", "gaudi": "hpu", "cpus": "cpu"}
+FILLING = {"and", "cards", "intel", "plain"}
+
+
+def said(text: str) -> set[str]:
+    """The words of a list as the code has them."""
+    parts = re.findall(r"[\w+-]+", text.lower())
+    return {WORDS.get(part, part) for part in parts} - FILLING
+
+
+@pytest.mark.parametrize("fact", FACTS)
+def test_a_fact_is_the_same_in_all_its_places(fact: str) -> None:
+    truth, places = FACTS[fact]
+    for page, pattern in places.items():
+        found = re.search(pattern, (ROOT / page).read_text("utf-8"), re.M)
+        assert found, f"{page} does not say it any more"
+        expected = truth()
+        if isinstance(expected, set):
+            assert said(found[1]) == set().union(*map(said, expected)), page
+        else:
+            assert found[1].lower() == expected, page
+
+
+MODELS = {
+    "README.md": r"(LlamaGen, .*?) · ",
+    "llms.txt": r"\((LlamaGen, .*?)\)",
+    "docs/index.md": r": (LlamaGen, .*?)\. One",
+}
+
+
+@pytest.mark.parametrize("page", MODELS)
+def test_each_family_of_models_is_named_where_they_are_listed(page: str) -> None:
+    found = re.search(MODELS[page], " ".join((ROOT / page).read_text("utf-8").split()))
+    assert found, f"{page} does not list them any more"
+    names = found[1].replace("> ", "").split(", ")
+    known = [(entry.family, entry.title) for entry in entries().values()]
+    named = {family for family, title in known if title.startswith(tuple(names))}
+    assert named == {family for family, _ in known}
+    assert all(any(title.startswith(name) for _, title in known) for name in names), names
+
+
+NEVER_RUN = {
+    "published weights": {
+        "README.md": r"Never run so far:\*\* published weights",
+        "llms.txt": r"No published weights were loaded yet",
+        "docs/guides/deploy-gaudi.md": r"no published weights were loaded yet",
+        "docs/evaluation.md": r"No published weights were available",
+    },
+    "hpu": {
+        "README.md": r"Never run so far:.* and a Gaudi card",
+        "llms.txt": r"the Gaudi code passes an emulator and has run on no card",
+        "docs/guides/after-optimum-habana.md": r"not run on a card",
+    },
+}
+
+
+@pytest.mark.parametrize("what", NEVER_RUN)
+def test_pages_say_what_was_never_run_until_a_raw_file_has_it(what: str) -> None:
+    raw = [json.loads(file.read_text()) for file in ROOT.glob("benchmarks/results/*.json")]
+    models = {str(one.get("model") or "builtin") for one in raw}
+    ran = {
+        "hpu": what in measured("device"),
+        "published weights": not all(m.startswith("builtin") for m in models),
+    }
+    for page, pattern in NEVER_RUN[what].items():
+        assert bool(re.search(pattern, (ROOT / page).read_text("utf-8"))) is not ran[what], page
 
 
 # ------------------------------------------------------------------------------------ commands
