@@ -8,8 +8,11 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from html.parser import HTMLParser
+from os.path import normpath
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 
@@ -61,18 +64,60 @@ def test_python_of_a_page_runs(page: str, folder: Path) -> None:
     exec(compile(code, page, "exec"), {})
 
 
-@pytest.mark.slow
-def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The pages as they are published; a warning is an error."""
     pytest.importorskip("furo")
+    built = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html"]
-    built = subprocess.run(
-        [*command, "docs", str(tmp_path / "site")], cwd=ROOT, capture_output=True, text=True
-    )
-    assert built.returncode == 0, built.stderr
-    generated = (tmp_path / "site/reference/generated/commands.html").read_text("utf-8")
+    done = subprocess.run([*command, "docs", str(built)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return built
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(site: Path) -> None:
+    generated = (site / "reference/generated/commands.html").read_text("utf-8")
     assert all(f'id="{name}"' in generated for name in cli.COMMANDS)
-    guide = (tmp_path / "site/guides/deploy-gaudi.html").read_text("utf-8")
+    guide = (site / "guides/deploy-gaudi.html").read_text("utf-8")
     assert 'href="../gaudi.html#install"' in guide, "links between pages stay links"
+
+
+class Links(HTMLParser):
+    """What a page of the site links to, and what can be linked to in it."""
+
+    def __init__(self, page: Path) -> None:
+        super().__init__()
+        self.targets: list[str] = []
+        self.names: set[str] = set()
+        self.feed(page.read_text("utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            if name in ("href", "src") and value:
+                self.targets.append(unquote(value))
+            elif name == "id" and value:
+                self.names.add(value)
+
+
+@pytest.mark.slow
+def test_every_link_and_anchor_of_the_site_resolves(site: Path) -> None:
+    pages = {page: Links(page) for page in site.rglob("*.html")}
+    outside = re.compile(r"(https?|mailto|data):")
+    inside = [
+        (page, link)
+        for page, found in pages.items()
+        for link in found.targets
+        if not outside.match(link)
+    ]
+    assert len(inside) > 1000
+    broken = []
+    for page, link in inside:
+        path, _, anchor = link.partition("#")
+        target = Path(normpath(page.parent / path.partition("?")[0])) if path else page
+        if not target.is_file() or (anchor and anchor not in pages[target].names):
+            broken.append(f"{page.relative_to(site)}: {link}")
+    assert not broken
 
 
 @pytest.mark.slow
