@@ -204,7 +204,7 @@ def widen_condition(small: Conditioner, config: ModelConfig) -> Conditioner:
     }
     projection.load_state_dict(weights)
     if isinstance(text, WordConditioner):
-        words = WordConditioner(text.words, config.condition.dim, prefix, positions=text.positions)
+        words = WordConditioner(config.condition, prefix)
         words.load_state_dict(text.state_dict())
         text = words.to(text.table.weight.dtype)
     return CaptionConditioner(text, projection.requires_grad_(False))

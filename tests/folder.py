@@ -15,7 +15,7 @@ from filelock import FileLock
 from safetensors.torch import save_file
 from torch import nn
 
-from lantern_hpu.models.config import VQConfig
+from lantern_hpu.models.config import ConditionConfig, VQConfig
 from lantern_hpu.models.text.prefix import CaptionProjection, WordConditioner
 from lantern_hpu.models.vq import VQModel
 from tests.tiny import CONFIG, tiny_config, tiny_models
@@ -48,7 +48,9 @@ def write_folder(
     torch.manual_seed(3)
     parts = nn.ModuleDict(
         {
-            "words": WordConditioner(WORDS, CAPTION_DIM, prefix),
+            "words": WordConditioner(
+                ConditionConfig("words", CAPTION_DIM, words=tuple(WORDS)), prefix
+            ),
             "condition": CaptionProjection(CAPTION_DIM, CONFIG.dim, prefix),
             "target": target,
         }

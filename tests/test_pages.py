@@ -318,6 +318,31 @@ def test_pages_say_what_was_never_run_until_a_raw_file_has_it(what: str) -> None
         assert bool(re.search(pattern, (ROOT / page).read_text("utf-8"))) is not ran[what], page
 
 
+def test_what_the_embedded_model_tells_of_a_word_is_what_was_counted() -> None:
+    """Each caption whose object was missing in a tenth of its pictures has a word that is warned of, and no other."""
+    about = json.loads((ASSETS / "builtin" / "model.json").read_text())
+    counted = json.loads((ROOT / "benchmarks/results/objects-embedded.json").read_text())["rows"]
+    usual, better = counted[0], counted[-1]
+    assert usual["sampling"]["guidance_scale"] == about["sampling"]["cfg_scale"]
+    assert (
+        usual["sampling"]["temperature"]
+        == better["sampling"]["temperature"]
+        == about["sampling"]["temperature"]
+    )
+    assert better["sampling"]["guidance_scale"] == 5
+    left = {caption for caption, count in usual["missing"].items() if count / usual["seeds"] >= 0.1}
+    for word, remark in about["condition"]["remarks"]:
+        mine = [caption for caption in usual["missing"] if word in caption.split()]
+        assert left.intersection(mine), word
+        left.difference_update(mine)
+        often, less = (
+            round(100 * sum(row["missing"][caption] for caption in mine) / len(mine) / row["seeds"])
+            for row in (usual, better)
+        )
+        assert remark == f"missing in {often} % of its pictures, in {less} % with guidance 5"
+    assert not left
+
+
 # ------------------------------------------------------------------------------------ commands
 
 COMMANDED = [page for page in written() if page.name != "CHANGELOG.md"] + [ROOT / "llms.txt"]

@@ -389,7 +389,7 @@ class T5Config:
 
 # What a kind of condition has in `model.json`
 KINDS = {
-    "words": ("dim", "words", "positions"),
+    "words": ("dim", "words", "positions", "remarks"),
     "t5": ("dim", "text"),
     "classes": ("classes",),
     "tokens": ("frame", "rows"),
@@ -412,6 +412,7 @@ class ConditionConfig:
     frame: str = "anole"  # how tokens are framed: a name of `text.frames`
     rows: int = 0  # of the tokens' own table; 0: they are in the target's
     positions: int = 0  # words that are read of a prompt; 0: as many as the prefix has positions
+    remarks: tuple[tuple[str, str], ...] = ()  # a word of prompts, and what users are told of it
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from lantern_hpu.files import write_file
-from lantern_hpu.models.config import TransformerConfig
+from lantern_hpu.models.config import ConditionConfig, TransformerConfig
 from lantern_hpu.models.text.prefix import CaptionProjection, WordConditioner
 from lantern_hpu.models.transformer import Target, rope_table
 from lantern_hpu.models.vq import VQModel
@@ -107,7 +107,8 @@ class TextToImage(nn.Module):
 
     def __init__(self, config: TransformerConfig, words: list[str]) -> None:
         super().__init__()
-        self.words = WordConditioner(words, CAPTION_DIM, config.prefix)
+        condition = ConditionConfig("words", CAPTION_DIM, words=tuple(words))
+        self.words = WordConditioner(condition, config.prefix)
         self.condition = CaptionProjection(CAPTION_DIM, config.dim, config.prefix)
         self.target = Target(config)
         for name, weight in self.target.named_parameters():

@@ -50,7 +50,7 @@ class TextConditioner(ABC):
 
     @abstractmethod
     def notes(self, prompt: str) -> list[str]:
-        """Warnings for the user: words that were cut or that the model does not know."""
+        """Warnings for the user: words that were cut, that the model does not know, or that it often leaves out."""
 
 
 class WordConditioner(nn.Module, TextConditioner):
@@ -62,22 +62,18 @@ class WordConditioner(nn.Module, TextConditioner):
     whole = ("forward",)  # what may be compiled by itself
 
     def __init__(
-        self,
-        words: Sequence[str],
-        dim: int,
-        prefix: int,
-        to_device: ToDevice = to_device,
-        positions: int = 0,
+        self, config: ConditionConfig, prefix: int, to_device: ToDevice = to_device
     ) -> None:
         super().__init__()
         self.to_device = to_device
-        self.words = tuple(words)
+        self.words = config.words
+        self.remarks = config.remarks
         self.index = {word: i + 2 for i, word in enumerate(self.words)}
-        self.prefix, self.positions = prefix, positions or prefix  # words that are read
-        self.table = nn.Embedding(len(self.words) + 2, dim)
-        self.position = nn.Embedding(self.positions, dim)
-        nn.init.normal_(self.table.weight, std=dim**-0.5)
-        nn.init.normal_(self.position.weight, std=dim**-0.5)
+        self.prefix, self.positions = prefix, config.positions or prefix  # words that are read
+        self.table = nn.Embedding(len(self.words) + 2, config.dim)
+        self.position = nn.Embedding(self.positions, config.dim)
+        nn.init.normal_(self.table.weight, std=config.dim**-0.5)
+        nn.init.normal_(self.position.weight, std=config.dim**-0.5)
 
     @staticmethod
     def split(prompt: str) -> list[str]:
@@ -104,18 +100,19 @@ class WordConditioner(nn.Module, TextConditioner):
 
     def notes(self, prompt: str) -> list[str]:
         words = self.split(prompt)
+        read = words[: self.positions]
         result = []
         known = f"it knows {some_names(self.words, MOST_WORDS)}"
-        if not any(word in self.index for word in words[: self.positions]):
+        if not any(word in self.index for word in read):
             why = "no word of it is known to this model, so it may draw anything"
             result.append(f"{why}; {known}")
         if len(words) > self.positions:
             cut = " ".join(words[self.positions :])
             result.append(f"the prompt is longer than {self.positions} words; left out: {cut!r}")
-        unknown = [w for w in words[: self.positions] if w not in self.index]
+        unknown = [w for w in read if w not in self.index]
         if unknown and len(unknown) < len(words):
             result.append(f"words this model does not know: {', '.join(unknown)}; {known}")
-        return result
+        return result + [f"{word}: {remark}" for word, remark in self.remarks if word in read]
 
 
 def class_index(text: str, classes: int = IMAGENET_CLASSES) -> int:
@@ -310,9 +307,7 @@ def condition_modules(
         return {"words": nn.Embedding(config.rows, dim)} if config.rows else {}
     result: dict[str, Any] = {"condition": CaptionProjection(config.dim, dim, prefix)}
     if config.kind == "words":
-        positions = config.positions
-        words = WordConditioner(config.words, config.dim, prefix, to_device, positions)
-        result["words"] = words
+        result["words"] = WordConditioner(config, prefix, to_device)
     return result
 
 
