@@ -34,6 +34,7 @@ def product_kernel(
     GROUP: tl.constexpr,  # inputs that share a scale, of 4 bits
     GATED: tl.constexpr,
     UNITS: tl.constexpr,  # whether by `tl.dot`
+    OWN: tl.constexpr,  # inputs next to each other that a thread reads at once
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -44,10 +45,11 @@ def product_kernel(
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     if UNITS:
         y, up = tl.zeros([BM, BN], tl.float32), tl.zeros([BM, BN], tl.float32)
-        square = tl.zeros([BM], tl.float32)
+        square = tl.zeros([BM, 1], tl.float32)
         for start in range(0, K, BK):
-            a, squares = normed_rows(x, norm, row, start, M, K, BK)
-            square += tl.sum(squares, 1)
+            k = start + tl.arange(0, BK)[None, :]
+            a, squares = normed_rows(x, norm, row, k, M, K)
+            square += tl.sum(squares, 1)[:, None]
             a = a.to(x.dtype.element_ty)
             part = part_of(weight, scale, zero, n, start, 0, N, K, GROUP, BK).to(a.dtype)
             y = tl.dot(a, part.T, y, input_precision="ieee")
@@ -55,23 +57,26 @@ def product_kernel(
                 part = part_of(weight, scale, zero, n, start, N, N, K, GROUP, BK).to(a.dtype)
                 up = tl.dot(a, part.T, up, input_precision="ieee")
     else:
-        ys, ups = tl.zeros([BM, BN, BK], tl.float32), tl.zeros([BM, BN, BK], tl.float32)
-        squared = tl.zeros([BM, BK], tl.float32)
+        # Of each thread's inputs the sums alone are kept
+        ys = tl.zeros([BM, BN, BK // OWN], tl.float32)
+        ups, squared = ys, ys
         for start in tl.static_range(0, K, BK):
-            a, squares = normed_rows(x, norm, row, start, M, K, BK)
-            squared += squares
+            # A copy for each column, so that a thread holds rows and columns at the same inputs and none waits
+            k = start + tl.arange(0, BK)[None, None, :] + tl.zeros([1, BN, 1], tl.int32)
+            a, squares = normed_rows(x, norm, row[:, :, None], k, M, K)
+            squared += own_sums(squares, OWN)
             part = part_of(weight, scale, zero, n, start, 0, N, K, GROUP, BK).to(tl.float32)
-            ys += a[:, None, :] * part[None]
+            ys += own_sums(a * part[None], OWN)
             if GATED:
                 part = part_of(weight, scale, zero, n, start, N, N, K, GROUP, BK).to(tl.float32)
-                ups += a[:, None, :] * part[None]
-        y, up, square = tl.sum(ys, 2), tl.sum(ups, 2), tl.sum(squared, 1)
+                ups += own_sums(a * part[None], OWN)
+        y, up, square = tl.sum(ys, 2), tl.sum(ups, 2), tl.sum(squared, 2)
     if scale is not None and zero is None:
         y *= tl.load(scale + n, mask=n < N, other=0.0)[None, :]
         if GATED:
             up *= tl.load(scale + N + n, mask=n < N, other=0.0)[None, :]
     if norm is not None:
-        normed = tl.math.rsqrt(square / K + eps)[:, None]
+        normed = tl.math.rsqrt(square / K + eps)
         y *= normed
         up *= normed
     if bias is not None:
@@ -86,9 +91,15 @@ def product_kernel(
 
 
 @triton.jit
-def normed_rows(x, norm, row, start, M, K: tl.constexpr, BK: tl.constexpr):
-    """A block [BM, BK] of x times the norm's weight, and its squares without it; row: [BM, 1]."""
-    k = start + tl.arange(0, BK)[None, :]
+def own_sums(values, OWN: tl.constexpr):
+    """Of the inputs that a thread holds: [BM, BN, BK] -> [BM, BN, BK / OWN]."""
+    apart = values.reshape(values.shape[0], values.shape[1], values.shape[2] // OWN, OWN)
+    return tl.sum(apart, 3)
+
+
+@triton.jit
+def normed_rows(x, norm, row, k, M, K: tl.constexpr):
+    """A block of x times the norm's weight, and its squares without it, for rows and inputs [BM, 1] and [1, BK]."""
     a = tl.load(x + row * K + k, mask=(row < M) & (k < K), other=0.0).to(tl.float32)
     squares = a * a
     if norm is not None:
@@ -155,6 +166,7 @@ def triton_product(x: Tensor, weight: Tensor, *others: Any) -> Tensor:
         GROUP=0 if zero is None else depth // zero.shape[1],
         GATED=gated,
         UNITS=form.kernel == "dot",
+        OWN=16 // x.itemsize,
         BM=form.most_rows,
         BN=form.columns,
         BK=form.depth,

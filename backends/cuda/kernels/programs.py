@@ -58,7 +58,7 @@ FEW, MORE, NONE = range(1, 9), range(9, 65), range(0)
 # One of 8 or 4 bits has no form of cuBLAS's: in a step it would be widened first, five bytes a number
 SMALL_ROWS = 256
 FORMS = {
-    "multiply_add 2x256": Form("multiply_add", FEW, FEW, 2, 256, 4),
+    "multiply_add 2x256": Form("multiply_add", FEW, FEW, 2, 256, 2),
     "multiply_add 2x512": Form("multiply_add", FEW, FEW, 2, 512, 4),
     "multiply_add 4x256": Form("multiply_add", FEW, FEW, 4, 256, 4),
     "dot 16x128": Form("dot", MORE, MORE, 16, 128, 2, 5),
