@@ -20,11 +20,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.text import Annotation
 
-Mask = NDArray[np.bool_]  # [height, width] of a panel
-Box = tuple[int, int, int, int]  # left, low, right and high edge, in pixels of a panel
+Mask = NDArray[np.bool_]  # [height, width] of a panel and what is around it
+Box = tuple[slice, slice]  # rows and columns of pixels
 STYLE = ASSETS / "plots.mplstyle"
 MARKERS = "osD^vP*Xp<>"  # of methods
 SPREAD = 15  # largest over smallest value from which an axis is logarithmic
+OUTSIDE = 1000  # pixels around a panel, where no label is to lie
 CLEAR = 3  # pixels around a label
 ROUNDS = 3  # of labels that give way to each other
 LIGHT = 200  # of 255, from which what is drawn may lie under a label, as the grid does
@@ -82,22 +83,19 @@ def set_apart(figure: Figure) -> None:
     from matplotlib.text import Annotation
 
     canvas = FigureCanvasAgg(figure)
-    labels = [
-        (
-            axes,
-            [one for one in axes.texts if isinstance(one, Annotation) and one.get_gid() == LABEL],
-        )
-        for axes in figure.axes
-    ]
-    for note in (note for _, notes in labels for note in notes):
+    annotations = [a for axes in figure.axes for a in axes.texts if isinstance(a, Annotation)]
+    labels = [note for note in annotations if note.get_gid() == LABEL]
+    for note in labels:
         note.set_visible(False)
     canvas.draw()
     drawn = np.asarray(canvas.buffer_rgba())[::-1, :, :3]  # [height, width, 3], upwards
-    for axes, notes in labels:
+    for axes in figure.axes:
         left, low, right, high = (int(edge) for edge in axes.bbox.extents)
-        dark = drawn[low:high, left:right].min(-1) < LIGHT
-        boxes = [boxes_of(note, (left, low), canvas.get_renderer()) for note in notes]
-        spots = [axes.transData.transform(note.xy) - (left, low) for note in notes]
+        dark = np.pad(drawn[low:high, left:right].min(-1) < LIGHT, OUTSIDE, constant_values=True)
+        corner = np.asarray([left - OUTSIDE, low - OUTSIDE])
+        notes = [note for note in labels if note.axes is axes]
+        boxes = [boxes_of(note, corner, canvas.get_renderer()) for note in notes]
+        spots = [axes.transData.transform(note.xy) - corner for note in notes]
         for note, place in zip(notes, arranged(dark, boxes, spots), strict=True):
             set_at(note, OFFSETS[place])
 
@@ -106,26 +104,23 @@ def arranged(dark: Mask, boxes: Sequence[Sequence[Box]], spots: Sequence[Any]) -
     """Which of its boxes each label of a panel takes; they give way to each other.
 
     Args:
-        dark: [height, width], where something is drawn. spots: what each label names: [2].
+        dark: [height, width], where something is drawn or outside. spots: what each label names: [2].
     """
     chosen = [0] * len(boxes)
     for i in list(range(len(boxes))) * ROUNDS:
         texts, leaders = np.zeros_like(dark), np.zeros_like(dark)
         for j, spot in enumerate(spots):
             if j != i:
-                inside(texts, boxes[j][chosen[j]])[:] = True
-                leaders[leader(spot, boxes[j][chosen[j]], dark.shape)] = True
+                texts[boxes[j][chosen[j]]] = True
+                leaders[leader(spot, boxes[j][chosen[j]])] = True
         taken = dark | texts | leaders
-        costs = [
-            covered(taken, box) + int(texts[leader(spots[i], box, dark.shape)].sum())
-            for box in boxes[i]
-        ]
-        chosen[i] = costs.index(min(costs))
+        costs = [taken[box].sum() + texts[leader(spots[i], box)].sum() for box in boxes[i]]
+        chosen[i] = int(np.argmin(costs))
     return chosen
 
 
-def boxes_of(note: Annotation, corner: tuple[int, int], renderer: Any) -> list[Box]:
-    """Where a label, which is shown from now on, lies in its panel at each of the offsets."""
+def boxes_of(note: Annotation, corner: NDArray[np.int_], renderer: Any) -> list[Box]:
+    """Where a label, which is shown from now on, lies at each of the offsets, from a corner [2]."""
     from matplotlib.text import Text
 
     note.set_visible(True)  # what is not shown has no size
@@ -134,30 +129,18 @@ def boxes_of(note: Annotation, corner: tuple[int, int], renderer: Any) -> list[B
     start = Text.get_window_extent(note, renderer)
     found = []
     for across, up in OFFSETS:
-        right, higher = renderer.points_to_pixels(np.asarray([across - 1, up]))
-        shift = right - corner[0] - (start.width if across < 0 else 0)
-        box = start.translated(shift, higher - corner[1]).padded(CLEAR)
-        found.append((int(box.x0), int(box.y0), int(box.x1), int(box.y1)))
+        right, higher = renderer.points_to_pixels(np.asarray([across - 1, up])) - corner
+        box = start.translated(right - start.width * (across < 0), higher).padded(CLEAR)
+        found.append(np.s_[int(box.y0) : int(box.y1), int(box.x0) : int(box.x1)])
     return found
 
 
-def inside(panel: Mask, box: Box) -> Mask:
-    """What a box has of a panel [height, width]."""
-    left, low, right, high = (max(edge, 0) for edge in box)
-    return panel[low:high, left:right]
-
-
-def covered(taken: Mask, box: Box) -> int:
-    """Pixels of a box that something else takes or that lie outside the panel [height, width]."""
-    left, low, right, high = box
-    return int((right - left) * (high - low) - (~inside(taken, box)).sum())
-
-
-def leader(spot: NDArray[np.float64], box: Box, shape: tuple[int, ...]) -> Any:
-    """The pixels of the line from a point [2] to the middle of its label, as an index of a panel."""
-    middle = (box[0] + box[2]) / 2, (box[1] + box[3]) / 2
+def leader(spot: NDArray[np.float64], box: Box) -> Any:
+    """The pixels of the line from a point [2] to the middle of its label, as an index."""
+    rows, columns = box
+    middle = (columns.start + columns.stop) / 2, (rows.start + rows.stop) / 2
     across, up = np.linspace(spot, middle, 200).astype(int).T
-    return up.clip(0, shape[0] - 1), across.clip(0, shape[1] - 1)
+    return up, across
 
 
 def set_at(note: Annotation, offset: tuple[float, float]) -> None:

@@ -297,7 +297,13 @@ def draw_minutes(panel: Any, title: str, found: dict[str, float]) -> None:
 
 def chart() -> bytes:
     """Speed by setting, one colour a machine, with a line at `ar`; settings in one order, by method and length."""
-    found = {title: ratios_of(machines) for title, machines in PANELS.items()}
+    found = {
+        title: {
+            machine: {label_of(row): ratio for ratio, row in speeds(file) if row["method"] != "ar"}
+            for machine, file in machines.items()
+        }
+        for title, machines in PANELS.items()
+    }
     best: dict[str, float] = {}
     for ratios in (each for panel in found.values() for each in panel.values()):
         for label, ratio in ratios.items():
@@ -313,14 +319,6 @@ def chart() -> bytes:
         known = axes[0].get_legend_handles_labels()
         figure.legend(*known, loc="outside upper center", ncols=len(MACHINES), fontsize=8)
         return plots.saved(figure, "png")
-
-
-def ratios_of(machines: dict[str, str]) -> dict[str, dict[str, float]]:
-    """Speeds by machine and setting, without `ar` itself."""
-    return {
-        machine: {label_of(row): ratio for ratio, row in speeds(file) if row["method"] != "ar"}
-        for machine, file in machines.items()
-    }
 
 
 def place_of(label: str) -> Any:
