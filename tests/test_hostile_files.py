@@ -222,6 +222,7 @@ WRONG: dict[Any, tuple[Any, ...]] = {
     tuple[int, int]: (["x"], [-1, -1], [1], [1, 1, 1], *LISTS),
     tuple[int, ...]: (["x"], [-1], [10**30], *LISTS),
     tuple[str, ...]: ([3], *LISTS),
+    tuple[tuple[str, str], ...]: ([["a"]], [["a", 3]], [["a", "b", "c"]], *LISTS),
     tuple[tuple[int, int], ...]: (["x"], [[1]], [[-1, 2]], [[1, 2, 3]], *LISTS),
 }
 # Of the right type, and of no model
