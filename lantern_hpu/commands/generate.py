@@ -411,7 +411,8 @@ def missing_images(
     }
     kept = kept_images(pipeline, here, setting, files)
     missing = {number: request for number, request in requests.items() if number not in kept}
-    show_notes(pipeline, [*missing.values()])
+    for prompt, note in pipeline.notes([*missing.values()]):  # what the model cannot do with them
+        print(f"warning: {prompt!r}: {note}", file=sys.stderr)
     return missing
 
 
@@ -575,12 +576,6 @@ def show_model(pipeline: LanternPipeline, size: tuple[int, int] | None = None) -
     if not model.makes_pictures:
         pixels = "no VQ tokenizer, so no pictures"
     print(f"{model.name}: {pixels}, {columns} x {rows} tokens, {drafter}", file=sys.stderr)
-
-
-def show_notes(pipeline: LanternPipeline, requests: Sequence[Request]) -> None:
-    """Say what the model cannot do with the prompts."""
-    for prompt, note in pipeline.notes(requests):
-        print(f"warning: {prompt!r}: {note}", file=sys.stderr)
 
 
 def show_decided(pipeline: LanternPipeline, *what: str) -> None:
