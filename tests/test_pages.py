@@ -26,7 +26,9 @@ from lantern_hpu.backends import BACKENDS
 from lantern_hpu.commands.options import Parser
 from lantern_hpu.files import ASSETS, VERSION
 from lantern_hpu.methods.setting import METHODS
+from lantern_hpu.zoo.cards import CARD
 from lantern_hpu.zoo.registry import entries
+from scripts.docs.reference_pages import MODELS_BY_DEVICE
 from scripts.house import PRODUCT, sources
 
 ROOT = Path(__file__).parent.parent
@@ -316,6 +318,14 @@ def test_pages_say_what_was_never_run_until_a_raw_file_has_it(what: str) -> None
     }
     for page, pattern in NEVER_RUN[what].items():
         assert bool(re.search(pattern, (ROOT / page).read_text("utf-8"))) is not ran[what], page
+
+
+def test_no_page_installs_from_an_index_that_lacks_the_package() -> None:
+    texts = {page.name: page.read_text("utf-8") for page in PAGES}
+    texts |= {"a model's card": CARD, "models by device": MODELS_BY_DEVICE}
+    assert sum("pip install" in text for text in texts.values()) > 5
+    wrong = re.compile(r"pip install (?:-\S+ )*[\"']?lantern[-_]hpu", re.I)
+    assert not [name for name, text in texts.items() if wrong.search(text)]
 
 
 def test_what_the_embedded_model_tells_of_a_word_is_what_was_counted() -> None:

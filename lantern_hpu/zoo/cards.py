@@ -29,7 +29,7 @@ CARD = """---
 The target's fingerprint is `{fingerprint}`.
 
 ```bash
-pip install "lantern-hpu[models]"
+pip install -c constraints.txt -e ".[models]"  # in a clone of lantern_hpu: no package index has it yet
 {command} {result}
 ```
 

@@ -212,18 +212,17 @@ def gaudi_flags() -> Iterator[tuple[str, ...]]:
 DEVICES = {"cpu": "CPU", "cuda": "NVIDIA GPU", "hpu": "Intel Gaudi"}
 MODELS_BY_DEVICE = """# Models by device
 
-The one command for each known model. First, once, on the machine, after `pip install -e .` in a clone
-(no package index has lantern-hpu yet):
+The one command for each known model. First, once, on the machine, in a clone (no package index has lantern-hpu yet):
 
 ```bash
-pip install "lantern-hpu[models,serve]"
+pip install -c constraints.txt -e ".[models,serve]"  # on Gaudi without -c constraints.txt
 lantern-hpu models download NAME
 ```
 
 The embedded model, `builtin`, needs no download: `lantern-hpu serve --device DEVICE`. Add
 `--host 0.0.0.0 --api-key KEY` to answer other machines. To draw to a file instead:
 `lantern-hpu generate --model NAME --device DEVICE --prompt "a red apple" --output apple.png`, for
-class models with `--prompt goldfish`. GLM-Image needs `pip install "lantern-hpu[glm,serve]"`.
+class models with `--prompt goldfish`. GLM-Image needs `".[glm,serve]"`.
 
 Memory is counted, not measured: by `lantern-hpu models plan NAME`, in bfloat16, with the default method, for
 1 and for 8 images at a time. A server holds caches for each of its methods; fewer `--method` take less.
