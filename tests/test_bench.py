@@ -295,9 +295,13 @@ def test_progress_in_a_pipe_is_lines_with_the_time_that_is_left(
         bar.update(6)
     assert capsys.readouterr().err.splitlines() == [
         "ar: 1 of 10 batches, 01:30 left",
-        "ar: 3 of 10 batches, 01:44 left",
+        "ar: 3 of 10 batches, 01:45 left",
         "ar: 10 of 10 batches",
     ]
+    at = iter([0, 10])
+    with ProgressBar(10, "image", initial=8) as bar:  # a run that goes on
+        bar.update()
+    assert capsys.readouterr().err == "done: 9 of 10 images, 00:10 left\n"
 
 
 def test_a_row_draws_no_more_images_than_were_asked_for() -> None:

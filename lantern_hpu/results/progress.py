@@ -33,7 +33,7 @@ class ProgressBar(tqdm):
         self.out = Console(sys.stderr)
         self.log = "disable" not in options and not self.out.isatty()
         self.next, self.due = 0.0, 0.0  # share, and seconds, at which the next line is due
-        self.began = time.monotonic()
+        self.began, self.first = time.monotonic(), options.get("initial", 0)
         self.words = unit + ("es" if unit.endswith("ch") else "s")
         usual: dict[str, Any] = {"file": self.out, "dynamic_ncols": True, "disable": self.log}
         self.desc = options.get("desc") or ""
@@ -53,10 +53,9 @@ class ProgressBar(tqdm):
             what = (self.desc or "").rstrip(": ") or "done"
             said = [f"{what}: {self.n:g} of {self.total:g} {self.words}"]
             said += [self.postfix] if self.postfix else []
-            spent = now - self.began
-            if share < 1 and spent * share > 0.1:  # or too little was seen of it
-                left = spent * (1 - share) / share
-                said.append(f"{tqdm.format_interval(left)} left")
+            new, spent = self.n - self.first, now - self.began  # a run may go on with another's
+            if share < 1 and spent * new > 0.1 * self.total:  # or too little was seen of it
+                said.append(f"{tqdm.format_interval(spent * (self.total - self.n) / new)} left")
             print(*said, sep=", ", file=self.out, flush=True)
         return super().refresh(*args, **options)
 
