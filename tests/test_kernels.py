@@ -1034,21 +1034,26 @@ def test_kernels_compile_for_each_generation(dtype: torch.dtype, capability: int
 
 
 ROWS_OF_FORMS = (2, 8, 16, 32, 64, 128, 256)  # the largest of each size of a program
+SERVED = [  # forms with number formats and rows that they serve
+    (form, kind, rows)
+    for form, how in FORMS.items()
+    for kind in ("bfloat16", "float32", "int8", "int4")
+    for rows in ROWS_OF_FORMS
+    if rows in (how.small_rows if kind.startswith("int") else how.rows)
+]
 
 
 @pytest.mark.parametrize("capability", mostly_slow(SHARED, 86))
-@pytest.mark.parametrize("form", mostly_slow(list(FORMS), "dot 32x128", "multiply_add 2x512"))
-@pytest.mark.parametrize("kind", mostly_slow(["bfloat16", "float32", "int8", "int4"], "bfloat16"))
-@pytest.mark.parametrize("rows", mostly_slow(ROWS_OF_FORMS, 2, 64))
+@pytest.mark.parametrize(
+    ("form", "kind", "rows"),
+    mostly_slow(SERVED, ("dot 32x128", "bfloat16", 64), ("multiply_add 2x512", "bfloat16", 2)),
+)
 @pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")
 def test_forms_fit_the_shared_memory_of_each_generation(
     capability: int, form: str, kind: str, rows: int
 ) -> None:
     """And `multiply_add` has all loads of a matrix under way before its threads wait for each other."""
-    how, small = FORMS[form], kind.startswith("int")
-    if rows not in (how.small_rows if small else how.rows):
-        pytest.skip("it does not serve these")
-    dtype = torch.bfloat16 if small else getattr(torch, kind)
+    dtype = torch.bfloat16 if kind.startswith("int") else getattr(torch, kind)
     around = f"norm gated bias residual {kind}"
     given = multiplied(Random(0, "cpu"), rows, 256, 1024, around, dtype)
     with compiled_for(capability) as stand_ins:
@@ -1056,7 +1061,7 @@ def test_forms_fit_the_shared_memory_of_each_generation(
         assert product is not None
         product(*given, form)
     ((code,),) = (made.code for made in stand_ins if made.code)
-    assert how.kernel == "dot" or "bar.sync" not in code[: code.rindex("evict_first")]
+    assert FORMS[form].kernel == "dot" or "bar.sync" not in code[: code.rindex("evict_first")]
 
 
 @pytest.mark.slow
