@@ -349,7 +349,7 @@ def test_what_the_embedded_model_tells_of_a_word_is_what_was_counted() -> None:
             round(100 * sum(row["missing"][caption] for caption in mine) / len(mine) / row["seeds"])
             for row in (usual, better)
         )
-        assert remark == f"missing in {often} % of its pictures, in {less} % with guidance 5"
+        assert remark == f"missing in {often} % of its pictures, in {less} % with cfg_scale 5"
     assert not left
 
 

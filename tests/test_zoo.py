@@ -6,14 +6,17 @@ import json
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lantern_hpu.cli import COMMANDS, OF_MODELS, module_of
 from lantern_hpu.commands import generate, models
 from lantern_hpu.core import Sampling
 from lantern_hpu.errors import OptionError, WeightsError
+from lantern_hpu.files import ASSETS
 from lantern_hpu.models.families import FAMILIES
 from lantern_hpu.models.model import EmptyModel, count_numbers, parameters_of
 from lantern_hpu.models.pictures import PARTS
@@ -21,6 +24,7 @@ from lantern_hpu.models.text.prefix import class_index
 from lantern_hpu.zoo import find, registry
 from lantern_hpu.zoo.find import Located, find_parts
 from lantern_hpu.zoo.registry import KnownModel, Part, entries, find_model_by_name
+from scripts.house import option_names
 from tests.hub_cache import ANOLE, C2I, T2I, empty_cache, in_cache, whole
 
 ROOT = Path(__file__).parent.parent
@@ -284,3 +288,9 @@ def test_classes_are_asked_for_by_label(capsys: pytest.CaptureFixture[str]) -> N
     assert said is not None
     args = generate.make_parser().parse_args(said[1].split())
     assert args.prompt == [said[2]] and class_index(said[2]) == 1
+
+
+def test_options_that_the_registry_names_exist() -> None:
+    named = set(re.findall(r"--[a-z][a-z-]+", (ASSETS / "registry.json").read_text()))
+    parsers = [import_module(module_of(name)).make_parser() for name in (*COMMANDS, *OF_MODELS)]
+    assert named <= set[str]().union(*map(option_names, parsers))

@@ -21,11 +21,9 @@ from lantern_hpu.graphs import RUNNERS
 from lantern_hpu.methods.relaxation import PRESETS
 from lantern_hpu.methods.setting import (
     AUTO,
-    DEFAULT_TREE,
     DEFAULT_WINDOW,
     FORM,
     METHODS,
-    SMALL_TREE,
     Setting,
 )
 from lantern_hpu.tree import DYNAMIC, NAMED
@@ -236,7 +234,7 @@ LONG_HELPS = {  # with the names that are known
     f"RELAXATION: {', '.join(PRESETS)}, or values: lambda=5:k=10, delta=0.2:k=1000, tv=0.1:budget=10, "
     "omega=2:nu=0.2:mu=0, distance=0.5:ranks=7:gap=0.15, residual=official, verify=token (the method's own). "
     f"TREE of eagle and lantern++: {', '.join(NAMED)}, a .json file, or {AUTO}: the one that `lantern-hpu tune` found "
-    f"for this model and device ({DEFAULT_TREE}, on processors {SMALL_TREE}); of eagle2 and lantern {DYNAMIC}, or "
+    f"for this model and device (each device has its own default); of eagle2 and lantern {DYNAMIC}, or "
     f"{DYNAMIC}:KxExN for top-k K, E expansions and N drafts ({DYNAMIC}:10x4x58); of a window method W drafts a step "
     f"({DEFAULT_WINDOW}; on Gaudi 24, on processors 2 or 5), W:KxD for K candidates at each of the first D "
     "positions (sjd-pac; 3x3), or W:commit=C to accept the first C drafts in every step: a fixed number of steps, "

@@ -1,6 +1,6 @@
 """Slots of an engine: images come and go, and the host looks when one may be done.
 
-The closed batch of a run, where all images begin together, and the open one of a server are clients of the same.
+A run, whose images begin together or take the slots of those that are done, and a server are clients of the same.
 """
 
 from __future__ import annotations
