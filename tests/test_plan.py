@@ -529,3 +529,20 @@ def test_command_that_gets_a_model_is_one_that_works(name: str) -> None:
         return
     command, handle = models.model_facts(entries()[name])["get"].rsplit(" ", 1)
     assert command == "lantern-hpu models download" and get(handle).name == name
+
+
+@pytest.mark.parametrize("where", ["h200", "rtx3090", "gaudi2"])
+def test_the_least_time_of_a_step_is_that_of_the_table(
+    where: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan.main(["--device", where, "--json"]) == 0
+    rows = {row["model"]: row["ar_ms"] for row in json.loads(capsys.readouterr().out)}
+    for name in ("glm-image", "llamagen-t2i-512"):
+        assert plan.main([name, "--device", where]) == 0
+        said = capsys.readouterr().out
+        tokens = find_model(name, PartOverrides()).config.target.tokens
+        seconds = rows[name] * tokens / 1000
+        found = (
+            f"no shorter than {rows[name]:.2g} ms, so {tokens} tokens take {seconds:.2g} s at least"
+        )
+        assert found in said

@@ -108,8 +108,19 @@ def facts(model: ModelConfig, setup: Setup, device: DeviceMemory) -> Facts:
         "memory": memory,
         "memory_from": device.where,
         "fits": fits,
+        "ar_ms": least_ms(model, setup, device.card),
         "projected_ms": projected_steps(model, setup, device.card),
     }
+
+
+def least_ms(model: ModelConfig, setup: Setup, card: Accelerator | None) -> float | None:
+    """Of a step of `ar`, a bound by the card's rates; None where they are unknown."""
+    from lantern_hpu.decode.accelerators import Rates, least_seconds
+
+    if card is None:
+        return None
+    rates = Rates(card.bandwidth, card.rate, setup.bytes, QUANTIZED.get(setup.quantize or ""))
+    return 1000 * max(least_seconds(model, rates, setup.spec.rows, 1, 1))
 
 
 def projected_steps(
@@ -149,6 +160,9 @@ def plan_report(name: str, model: ModelConfig, setup: Setup, device: DeviceMemor
     steps = [f"{typed(tree)} {between(ms)} ms" for tree, ms in found["projected_ms"].items()]
     if steps:
         yield f"  a step, projected and not measured: {', '.join(steps)}"
+    if least := found["ar_ms"]:
+        tokens, seconds = model.target.tokens, least * model.target.tokens / 1000
+        yield f"  a step of ar is no shorter than {least:.2g} ms, so {tokens} tokens take {seconds:.2g} s at least"
     if device.memory is None:
         yield from (spelled(device.where, as_option), NAME_MEMORY)
         return
@@ -195,23 +209,17 @@ def serve_report(
 
 def plan_row(name: str, where: str, memory: str | None, options: Facts) -> Facts:
     """A known model on a device: its memory, and the least time of a step where the card's rates are known."""
-    from lantern_hpu.decode.accelerators import Rates, least_seconds
     from lantern_hpu.decode.requirements import find_device, find_model, setup_of
 
     model = find_model(name, PartOverrides())
     device = find_device(where, memory, model, options["quantize"])
     setup = setup_of(model, device, **options)
     card = device.card
-    least = None
-    if card is not None:
-        rates = Rates(card.bandwidth, card.rate, setup.bytes, QUANTIZED.get(setup.quantize or ""))
-        least = 1000 * max(least_seconds(model.config, rates, setup.spec.rows, 1, 1))
     found = facts(model.config, setup, device)
     return {
         "model": name,
-        **{key: found[key] for key in ("total", "memory", "memory_from", "fits")},
+        **{key: found[key] for key in ("total", "memory", "memory_from", "fits", "ar_ms")},
         "card": card and card.name,
-        "ar_ms": least,
         "measured": card and card.measured.get(name),
     }
 

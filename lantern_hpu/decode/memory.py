@@ -130,7 +130,7 @@ def weights(model: ModelConfig, setup: Setup) -> Rows:
         ("drafter weights", drafter if drafts else 0),
         ("VQ weights (float32)", held["vq"] * 4),
         ("vision tower weights", count_vision(model.vision) * setup.bytes if reads else 0),
-        ("diffusion model weights", model.diffusion * setup.bytes),
+        ("diffusion model weights (estimate)", model.diffusion * setup.bytes),
     ]
 
 

@@ -116,7 +116,7 @@ METHODS: dict[str, Method] = {
         "static draft tree, relaxed acceptance (LANTERN++)", "static", PRESETS["lambda-5"]
     ),
     "jacobi": Method(
-        "Jacobi window; same image as one-token decoding with the same noise",
+        "Jacobi window; the image of jacobi@0, which draws one token a step with the same noise",
         "window",
         rule="jacobi",
     ),

@@ -305,12 +305,6 @@ class Block(nn.Module):
             fed = torch.where(words[..., None], self.word_ffn(normed), fed)
         return x, unnormed(self.ffn_post_norm, fed)
 
-    def last_scales(self) -> tuple[Tensor, Tensor]:
-        """The last weights that attention and SwiGLU pass; where they are zero, the block adds nothing."""
-        norms = self.attention_post_norm, self.ffn_post_norm
-        last = norms if isinstance(norms[0], RMSNorm) else (self.attention.out, self.ffn.down)
-        return last[0].weight, last[1].weight
-
 
 def norm_of_sum(norm: nn.Module, x: Tensor, more: Unnormed | None) -> tuple[Tensor, Tensor]:
     """x + more, and its norm, which may be none."""

@@ -50,7 +50,7 @@ from lantern_hpu.methods.setting import DEFAULT_TREE, METHODS
 from lantern_hpu.models.config import DrafterConfig
 from lantern_hpu.models.files.names import DRAFTER, DRAFTER_WEIGHTS
 from lantern_hpu.models.model import ImageModel
-from lantern_hpu.models.transformer import Drafter, Target
+from lantern_hpu.models.transformer import Drafter, RMSNorm, Target
 from lantern_hpu.ops.buffers import additive_mask
 from lantern_hpu.ops.kv_cache import GrowingCache, LayerCache
 from lantern_hpu.pipeline import LanternPipeline
@@ -187,8 +187,12 @@ def like_the_target(target: Target, config: DrafterConfig) -> Drafter:
         known = target.layers[-1].state_dict()
         wanted = drafter.block.state_dict()
         drafter.block.load_state_dict({name: known[name] for name in wanted})
-        for part in drafter.block.last_scales():
-            part.zero_()
+        block = drafter.block
+        norms = block.attention_post_norm, block.ffn_post_norm
+        for part in (
+            norms if isinstance(norms[0], RMSNorm) else (block.attention.out, block.ffn.down)
+        ):
+            part.weight.zero_()
         drafter.fc.weight.normal_(std=0.02)
         drafter.fc.weight[:, dim:] += torch.eye(dim, device=drafter.fc.weight.device)
         drafter.fc.bias.zero_()
