@@ -312,4 +312,4 @@ def test_tune_measures_widths_and_saves_the_fastest(
     fastest = min(rows, key=lambda row: row["ms_per_token"])["tree"]
     chosen = pipeline.resolve("auto")
     assert chosen.why == "tuned"
-    assert chosen.tree == (DraftTree.root_only() if fastest == "ar" else Window.parse(fastest))
+    assert chosen.tree == (DraftTree.root_only() if fastest == "root" else Window.parse(fastest))
