@@ -21,11 +21,12 @@ from collections.abc import Iterator
 from math import inf
 from pathlib import Path
 
+from lantern_hpu.backends import QUANTIZED
+
 ROOT = Path(__file__).parents[2]
 SIZES = "llamagen-xl"
 SETTINGS = "ar,scd@8,scd@16,eagle@chain,eagle@naive_extend_57,lantern++@chain"
 FEW_SETTINGS = "ar,scd@8,scd@16"  # with small matrices and random weights
-SMALL = ("", "int8", "int4")
 XL = "xl"  # the folder of the widened model
 STAGE = "glm-image"  # the model whose first stage is timed
 
@@ -41,15 +42,15 @@ def commands(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
     several = f"--batch-sizes {args.batch_sizes}"
     bench = f"bench --model {model} {on} {images} --method"
     few = f"{bench} {FEW_SETTINGS} {several}"
+    stage = f"bench --model {STAGE} --random-weights {on} --method {FEW_SETTINGS} {several}"
     found = {
         f"{start}-{args.name}": f"{bench} {SETTINGS} --batch-sizes {first}",
         f"{start}-{args.name}-batches": f"{bench} {SETTINGS} {several}",
-        **{f"{start}-{args.name}-{form}": f"{few} --quantize {form}" for form in SMALL[1:]},
+        **{f"{start}-{args.name}-{form}": f"{few} --quantize {form}" for form in QUANTIZED},
     }
-    for form in SMALL if args.model is None else ():
-        whole = f"bench --model {STAGE} --random-weights {on} --method {FEW_SETTINGS} {several}"
-        ending, small = (f"-{form}", f" --quantize {form}") if form else ("", "")
-        found[f"{STAGE}-{args.name}{ending}"] = whole + small
+    if args.model is None:
+        found[f"{STAGE}-{args.name}"] = stage
+        found |= {f"{STAGE}-{args.name}-{form}": f"{stage} --quantize {form}" for form in QUANTIZED}
     found[f"verify-{args.name}"] = f"verify --model {model} --device {args.device} --minutes 2"
     for name, command in found.items():
         yield f"{name}.json", f"{command} --output {name}.json"

@@ -189,9 +189,8 @@ def like_the_target(target: Target, config: DrafterConfig) -> Drafter:
         drafter.block.load_state_dict({name: known[name] for name in wanted})
         block = drafter.block
         norms = block.attention_post_norm, block.ffn_post_norm
-        for part in (
-            norms if isinstance(norms[0], RMSNorm) else (block.attention.out, block.ffn.down)
-        ):
+        last = norms if isinstance(norms[0], RMSNorm) else (block.attention.out, block.ffn.down)
+        for part in last:
             part.weight.zero_()
         drafter.fc.weight.normal_(std=0.02)
         drafter.fc.weight[:, dim:] += torch.eye(dim, device=drafter.fc.weight.device)

@@ -99,7 +99,7 @@ def own_sums(values, OWN: tl.constexpr):
 
 @triton.jit
 def normed_rows(x, norm, row, k, M, K: tl.constexpr):
-    """A block of x times the norm's weight, and its squares without it, for rows and inputs [BM, 1] and [1, BK]."""
+    """A block of x times the norm's weight, and its squares; row, k: [BM, 1], [1, BK] or [BM, 1, 1], [1, BN, BK]."""
     a = tl.load(x + row * K + k, mask=(row < M) & (k < K), other=0.0).to(tl.float32)
     squares = a * a
     if norm is not None:

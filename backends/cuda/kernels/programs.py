@@ -57,6 +57,7 @@ SHARED = 90 * 1024
 FEW, MORE, NONE = range(1, 9), range(9, 65), range(0)
 # One of 8 or 4 bits has no form of cuBLAS's: in a step it would be widened first, five bytes a number
 SMALL_ROWS = 256
+# A thread of `multiply_add` holds 8 numbers of a block: else rows and columns pass through shared memory
 FORMS = {
     "multiply_add 2x256": Form("multiply_add", FEW, FEW, 2, 256, 2),
     "multiply_add 2x512": Form("multiply_add", FEW, FEW, 2, 512, 4),
